@@ -1,0 +1,142 @@
+"""The errors of dte_dist: one family, raised with the same text on every rank of the group.
+
+An error that starts on one rank travels: it is written to bytes with `to_wire`, gathered, and every
+rank raises what `from_wire` makes of it. The classes below are therefore rebuilt from their name and
+text alone. Wrong arguments stay `ValueError`; everything else is a `DeltaError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "ApplyFailed",
+    "ChannelClosed",
+    "DeltaError",
+    "FrameError",
+    "LayoutMismatch",
+    "PeerLost",
+    "SyncFailed",
+    "VersionError",
+    "VersionGap",
+    "VersionReplay",
+    "VersionRestart",
+    "from_wire",
+    "to_wire",
+]
+
+
+class DeltaError(RuntimeError):
+    """Base of every error of dte_dist that is not a wrong argument.
+
+    Args:
+        what: what is wrong, in one sentence without a full stop.
+        slot: name of the tensor concerned, if there is one.
+        ranks: ranks of the group concerned, if known.
+        expected: what should have been there.
+        got: what was there.
+        fix: what the user can do about it.
+
+    Example:
+        >>> print(DeltaError("shapes differ", slot="w", ranks=[2], expected=(4, 4), got=(4, 5), fix="build the same model"))
+        shapes differ [slot 'w'; ranks 2; expected (4, 4); got (4, 5)]. Way out: build the same model.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        slot: str | None = None,
+        ranks: Iterable[int] | None = None,
+        expected: object = None,
+        got: object = None,
+        fix: str | None = None,
+    ) -> None:
+        facts = [
+            f"slot {slot!r}" if slot is not None else "",
+            f"ranks {', '.join(map(str, ranks))}" if ranks is not None else "",
+            f"expected {expected}" if expected is not None else "",
+            f"got {got}" if got is not None else "",
+        ]
+        known = "; ".join(fact for fact in facts if fact)
+        text = what + (f" [{known}]" if known else "")
+        super().__init__(text + (f". Way out: {fix}." if fix else ""))
+
+
+class LayoutMismatch(DeltaError):
+    """The ranks do not describe the same model, or a placement cannot be handled."""
+
+
+class FrameError(DeltaError):
+    """A frame is damaged or does not belong here: nothing of it has been applied."""
+
+
+class VersionError(DeltaError):
+    """A version does not follow from the one that is held."""
+
+
+class VersionGap(VersionError):
+    """A delta starts from a later version than the receiver holds: one in between was lost."""
+
+
+class VersionReplay(VersionError):
+    """A version that the receiver already holds, or an older one, was asked for again."""
+
+
+class VersionRestart(VersionError):
+    """A delta comes from another run of the trainer than the one the receiver follows."""
+
+
+class PeerLost(DeltaError):
+    """A rank died, closed its connections or did not answer in time; the channel is unusable."""
+
+
+class ChannelClosed(DeltaError):
+    """The channel was closed, or broke in an earlier call."""
+
+
+class ApplyFailed(DeltaError):
+    """A receiver failed while writing: it is marked dirty and is seeded again by the next sync."""
+
+
+class SyncFailed(DeltaError):
+    """Code of the caller (a detector, say) or of the machine raised during a sync; nothing moved."""
+
+
+_FAMILY: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (
+        DeltaError, LayoutMismatch, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart,
+        PeerLost, ChannelClosed, ApplyFailed, SyncFailed, ValueError,
+    )
+}  # fmt: skip
+
+
+def to_wire(error: BaseException, size: int) -> bytes:
+    """Write an error as exactly `size` bytes: its class name, a line break, its text, zeros.
+
+    An error from outside the family becomes a `SyncFailed` that names its class.
+
+    Example:
+        >>> from_wire(to_wire(FrameError("cut short"), 64))
+        FrameError('cut short')
+    """
+    name, text = type(error).__name__, str(error)
+    if name not in _FAMILY:
+        name, text = SyncFailed.__name__, f"{name}: {text}"
+    encoded = f"{name}\n{text}".encode()[:size]
+    return encoded.decode("utf-8", "ignore").encode().ljust(size, b"\0")
+
+
+def from_wire(data: bytes) -> Exception | None:
+    """Read what `to_wire` wrote; None for all zeros (no error).
+
+    Example:
+        >>> from_wire(bytes(64)) is None
+        True
+    """
+    text = data.rstrip(b"\0").decode("utf-8", "replace")
+    if not text:
+        return None
+    name, _, message = text.partition("\n")
+    return _FAMILY.get(name, SyncFailed)(message)
