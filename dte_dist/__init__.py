@@ -1,0 +1,1 @@
+"""dte_dist: the collective that keeps rollout ranks bit-identical to training ranks by moving only changed elements."""
