@@ -1,0 +1,1 @@
+"""Which elements changed: live bits against the snapshot of what the receivers hold."""
