@@ -1,0 +1,167 @@
+"""The process groups of a channel, made for it alone, so that its traffic never meets the user's.
+
+Two threads on one gloo group deliver each other's data, so a channel that may run in the background cannot share a
+group with the user. `dist.new_group` does not serve: it must be called by the whole world, and its name for a
+group that only members know (`use_local_synchronization`) counts the groups each rank happens to have, which
+differs between trainers and rollout ranks. Backends are therefore built directly on the store of the user's
+group, under a prefix that all its members count up together. They belong to nobody else and vanish with the channel.
+
+Everything travels as uint8 or int64. Sizes are agreed before a receive is posted: gloo ends the process on a
+message that is too long and takes a short one in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dte_dist.errors import PeerLost
+
+__all__ = ["Membership", "Wire"]
+
+_LOST = "start the lost rank again or form a group of the survivors, and call again with that group"
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """This rank's place in the user's group.
+
+    Attributes:
+        rank, size: in the group.
+        global_ranks: of its members, in group order.
+        store: the store of the group, under a prefix that no other channel has.
+        backend: name of the user's backend for the device of the data ("gloo", "nccl", ...).
+        timeout: how long any one wait may take.
+    """
+
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+    store: dist.Store
+    backend: str
+    timeout: timedelta
+
+    @classmethod
+    def join(cls, group: dist.ProcessGroup | None, timeout: timedelta) -> Membership:
+        """Take the next channel number of `group`; every member must call this the same number of times.
+
+        Raises:
+            ValueError: this rank is not a member of the group.
+        """
+        pg = dist.group.WORLD if group is None else group
+        if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
+            raise ValueError("this rank is not a member of the group: call on the members only (after init_process_group)")
+        store = pg.get_group_store()
+        number = store.add(f"dte_dist/opened_by/{pg.rank()}", 1)
+        backend = _data_backend(pg)
+        ranks = tuple(dist.get_process_group_ranks(pg))
+        return cls(pg.rank(), pg.size(), ranks, dist.PrefixStore(f"dte_dist/{number}", store), backend, timeout)
+
+
+def _data_backend(group: dist.ProcessGroup) -> str:
+    """Return "nccl" if the group can move CUDA tensors with it, else "gloo"."""
+    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
+        return "nccl"
+    return "gloo"
+
+
+class Wire:
+    """One backend over some ranks of the group; ranks are always named by their number in the user's group.
+
+    Args:
+        name: unique within the channel, the same on all members.
+        members: group ranks, the same order on all members.
+        membership: this rank in the user's group; must be one of the members.
+        backend: "gloo" or "nccl".
+
+    Attributes:
+        device: where tensors must lie to travel on it.
+
+    Raises:
+        PeerLost: not all members came in time.
+    """
+
+    def __init__(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> None:
+        self.name = name
+        self.members = tuple(members)
+        self.rank = membership.rank
+        self.timeout = membership.timeout
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._place = {rank: place for place, rank in enumerate(self.members)}
+        store = dist.PrefixStore(name, membership.store)
+        place, size = self._place[self.rank], len(self.members)
+        self._backend: Any = self._guard("connect", self.members, lambda: _make(backend, store, place, size, self.timeout))
+
+    def close(self) -> None:
+        """Drop the backend; peers that wait on it fail at once or at their timeout."""
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
+
+    def rows(self, row: np.ndarray) -> np.ndarray:
+        """Gather one int64 row of the same length from every member; return int64[members, len(row)]."""
+        if len(self.members) == 1:
+            return row[None].copy()
+        mine = torch.from_numpy(np.ascontiguousarray(row, np.int64))
+        table = torch.empty(len(self.members), len(row), dtype=torch.int64)
+        self.wait("exchange a row", self.members, lambda: self._backend.allgather([list(table.unbind())], [mine]))
+        return table.numpy()
+
+    def texts(self, text: bytes) -> list[bytes]:
+        """Gather bytes of the same length from every member."""
+        padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), np.int64)
+        return [row.tobytes()[: len(text)] for row in self.rows(padded)]
+
+    def share(self, owner: int, data: bytes, size: int) -> bytes:
+        """Send `size` bytes from `owner` to all members; every member returns them."""
+        buffer = torch.from_numpy(np.frombuffer(data, np.uint8).copy()) if self.rank == owner else torch.empty(size, dtype=torch.uint8)
+        self.wait("share a description", [owner], self.broadcast(buffer, owner))
+        return buffer.numpy().tobytes()
+
+    def broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+        """Start a broadcast from `root` into `tensor`; the result is for `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self._place[root], 0
+        return self._start("broadcast", [root], lambda: self._backend.broadcast([tensor], options))
+
+    def send(self, tensor: Tensor, to: int) -> Callable[[], Any]:
+        """Start to send `tensor`; it must stay as it is until waited for."""
+        return self._start("send", [to], lambda: self._backend.send([tensor], self._place[to], 0))
+
+    def receive(self, tensor: Tensor, source: int) -> Callable[[], Any]:
+        """Start to receive into `tensor`, whose size is the size agreed with the sender."""
+        return self._start("receive", [source], lambda: self._backend.recv([tensor], self._place[source], 0))
+
+    def wait(self, what: str, ranks: Sequence[int], begin: Callable[[], Any]) -> None:
+        """Wait for an operation, at most the timeout.
+
+        Raises:
+            PeerLost: a peer died, closed its connections, or did not answer in time.
+        """
+        self._guard(what, ranks, lambda: begin().wait(self.timeout))
+
+    def _start(self, what: str, ranks: Sequence[int], begin: Callable[[], Any]) -> Callable[[], Any]:
+        work = self._guard(what, ranks, begin)
+        return lambda: work
+
+    def _guard(self, what: str, ranks: Sequence[int], call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise PeerLost(f"could not {what} on the {self.name} group: {reason}", ranks=ranks, fix=_LOST) from error
+
+
+def _make(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
