@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dte_dist.errors import PeerLost
 
-__all__ = ["Membership", "Wire"]
+__all__ = ["Membership", "Pending", "Wire"]
 
 _LOST = "start the lost rank again or form a group of the survivors, and call again with that group"
 
@@ -72,6 +72,24 @@ def _data_backend(group: dist.ProcessGroup) -> str:
     return "gloo"
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An operation on its way."""
+
+    wire: Wire
+    what: str
+    ranks: tuple[int, ...]
+    work: Any
+
+    def wait(self) -> None:
+        """Wait until it is done, at most the timeout of the channel.
+
+        Raises:
+            PeerLost: a peer died, closed its connections, or did not answer in time.
+        """
+        self.wire._guard(self.what, self.ranks, lambda: self.work.wait(self.wire.timeout))
+
+
 class Wire:
     """One backend over some ranks of the group; ranks are always named by their number in the user's group.
 
@@ -107,11 +125,9 @@ class Wire:
 
     def rows(self, row: np.ndarray) -> np.ndarray:
         """Gather one int64 row of the same length from every member; return int64[members, len(row)]."""
-        if len(self.members) == 1:
-            return row[None].copy()
         mine = torch.from_numpy(np.ascontiguousarray(row, np.int64))
         table = torch.empty(len(self.members), len(row), dtype=torch.int64)
-        self.wait("exchange a row", self.members, lambda: self._backend.allgather([list(table.unbind())], [mine]))
+        self._start("exchange a row", self.members, lambda: self._backend.allgather([list(table.unbind())], [mine])).wait()
         return table.numpy()
 
     def texts(self, text: bytes) -> list[bytes]:
@@ -122,34 +138,25 @@ class Wire:
     def share(self, owner: int, data: bytes, size: int) -> bytes:
         """Send `size` bytes from `owner` to all members; every member returns them."""
         buffer = torch.from_numpy(np.frombuffer(data, np.uint8).copy()) if self.rank == owner else torch.empty(size, dtype=torch.uint8)
-        self.wait("share a description", [owner], self.broadcast(buffer, owner))
+        self.broadcast(buffer, owner).wait()
         return buffer.numpy().tobytes()
 
-    def broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        """Start a broadcast from `root` into `tensor`; the result is for `wait`."""
+    def broadcast(self, tensor: Tensor, root: int) -> Pending:
+        """Start a broadcast from `root` into `tensor`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self._place[root], 0
         return self._start("broadcast", [root], lambda: self._backend.broadcast([tensor], options))
 
-    def send(self, tensor: Tensor, to: int) -> Callable[[], Any]:
+    def send(self, tensor: Tensor, to: int) -> Pending:
         """Start to send `tensor`; it must stay as it is until waited for."""
         return self._start("send", [to], lambda: self._backend.send([tensor], self._place[to], 0))
 
-    def receive(self, tensor: Tensor, source: int) -> Callable[[], Any]:
+    def receive(self, tensor: Tensor, source: int) -> Pending:
         """Start to receive into `tensor`, whose size is the size agreed with the sender."""
         return self._start("receive", [source], lambda: self._backend.recv([tensor], self._place[source], 0))
 
-    def wait(self, what: str, ranks: Sequence[int], begin: Callable[[], Any]) -> None:
-        """Wait for an operation, at most the timeout.
-
-        Raises:
-            PeerLost: a peer died, closed its connections, or did not answer in time.
-        """
-        self._guard(what, ranks, lambda: begin().wait(self.timeout))
-
-    def _start(self, what: str, ranks: Sequence[int], begin: Callable[[], Any]) -> Callable[[], Any]:
-        work = self._guard(what, ranks, begin)
-        return lambda: work
+    def _start(self, what: str, ranks: Sequence[int], begin: Callable[[], Any]) -> Pending:
+        return Pending(self, what, tuple(ranks), self._guard(what, ranks, begin))
 
     def _guard(self, what: str, ranks: Sequence[int], call: Callable[[], Any]) -> Any:
         try:

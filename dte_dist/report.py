@@ -1,0 +1,108 @@
+"""What one sync did: versions, elements, bytes and seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+__all__ = ["PHASES", "Phases", "SyncReport"]
+
+PHASES = ("wait", "detect", "encode", "gather", "wire", "decode", "apply", "commit")
+"""The phases of a sync, in the order in which they begin."""
+
+
+class Phases:
+    """Seconds spent in each phase on this rank; a range of the profiler for each.
+
+    Example:
+        >>> phases = Phases()
+        >>> with phases("detect"):
+        ...     pass
+        >>> list(phases.seconds)
+        ['detect']
+    """
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Count the time of the block as time of phase `name`."""
+        begin = time.perf_counter()
+        with torch.profiler.record_function(f"dte_dist::{name}"):
+            try:
+                yield
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one sync did; counts and versions are the same on every rank, seconds are this rank's own.
+
+    Attributes:
+        version: the version that receivers now hold.
+        base_version: the version before; None if there was none.
+        kind: "delta", or "full" if all receivers were seeded densely.
+        reason: why it was full, or which receivers were seeded beside a delta; empty for a plain delta.
+        changed: elements sent, over all sources; for a full sync, all elements.
+        total: elements of the model (tied tensors once).
+        wire_bytes: bytes of frames that each receiver of the delta (or of the full sync) got.
+        gather_bytes: bytes of frames that went from sources to the root.
+        dense_bytes: bytes of the whole model in wire dtypes.
+        frames: number of frames that were not empty.
+        seeded: group ranks that were seeded densely.
+        seconds: of the whole call on this rank; with async_op, from the call to the end of the work.
+        phases: seconds by phase, on this rank; see `PHASES`.
+        codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}.
+
+    Example:
+        >>> print(SyncReport(8, 7, "delta", "", 10, 1000, 96, 48, 2000, 2, (), 0.01))
+        v7 -> v8 delta: 10 of 1,000 changed (1.00 %), 96 B to each receiver (dense 2.0 kB, 20.8x), 2 frames, 10.0 ms
+    """
+
+    version: int
+    base_version: int | None
+    kind: Literal["delta", "full"]
+    reason: str
+    changed: int
+    total: int
+    wire_bytes: int
+    gather_bytes: int
+    dense_bytes: int
+    frames: int
+    seeded: tuple[int, ...]
+    seconds: float
+    phases: Mapping[str, float] = field(default_factory=dict)
+    codecs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def density(self) -> float:
+        """Changed elements over all elements, 0 to 1."""
+        return self.changed / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        base = "none" if self.base_version is None else f"v{self.base_version}"
+        why = f" ({self.reason})" if self.reason else ""
+        times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name in PHASES if (seconds := self.phases.get(name, 0.0)) >= 5e-5)
+        ratio = f", {self.dense_bytes / self.wire_bytes:.1f}x" if self.wire_bytes else ""
+        return (
+            f"{base} -> v{self.version} {self.kind}{why}: {self.changed:,} of {self.total:,} changed ({self.density * 100:.2f} %), "
+            f"{_bytes(self.wire_bytes)} to each receiver (dense {_bytes(self.dense_bytes)}{ratio}), "
+            f"{self.frames} frames, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
+        )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return ""
