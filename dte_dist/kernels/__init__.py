@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """The inner loops of dte_dist, one module per kind of device, all with the same functions.
 
 `on(device)` returns `kernels.cpu` (numba loops over CPU memory) or `kernels.torch_ops` (plain torch ops, any device):
@@ -7,13 +8,75 @@
 | `diff(flat, begin, end, known, positions, bits) -> int` | compare elements [begin, end) of `flat` with `known`; write sorted positions (relative to `begin`) and new bits; return how many |
 | `read(flat, begin, out)` | copy elements [begin, begin + len(out)) of `flat` to `out` |
 | `write(flat, begin, bits)` | copy `bits` to elements [begin, begin + len(bits)) of `flat` |
-| `scatter(flat, positions, bits)` | write each bit pattern to its position in `flat` |
+| `scatter(flat, positions, bits)` | write each bit pattern to its position in `flat`; positions in any order, each at most once |
 | `put(array, positions, bits)` | the same into one contiguous array |
+| `gather(array, positions) -> bits` | the reverse of `put` |
 | `encode_u16(positions, length) -> Tensor` | blocks of 65536: uint32 counts, then uint16 offsets, as bytes |
 | `decode_u16(stream, count, length, positions) -> bool` | the reverse; False if the counts or the order are not sound |
 | `sorted_below(positions, length) -> bool` | strictly increasing, none negative, none >= length |
 | `checksum(frame, skip) -> int` | 64 bits over all 8-byte words; word number `skip` counts as zero |
 | `translate(remap, first, positions, bits) -> (positions, bits)` | positions `first + p` of a source's flat space into a receiver's, dropping what it does not hold |
 
-`flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width.
+`flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width. Bits are uint8, int16,
+int32 or int64 by width; positions are int32, and where they count in a whole flat space (`scatter`, `put`, `gather`,
+`sorted_below`) also int64. Arrays are 1-D and contiguous.
+
+The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits for the device, so
+a caller may collect many and ask once. Only its `diff` (to learn the count) and its `scatter` (to learn which tensors
+are touched) wait themselves, once a call. Both modules leave every version counter of autograd as an in-place op would.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Flat", "on", "warm"]
+
+
+class Flat(Protocol):
+    """What the kernels use of `change.FlatTensors`, which stands above them and is described there."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+    @property
+    def starts(self) -> np.ndarray: ...
+    @property
+    def addresses(self) -> np.ndarray: ...
+    @property
+    def strided(self) -> Sequence[int]: ...
+    @property
+    def width(self) -> int: ...
+
+    def __len__(self) -> int: ...
+    def view(self, index: int) -> Tensor: ...
+    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]: ...
+
+
+def on(device: torch.device | str) -> ModuleType:
+    """Return the module of kernels for tensors of a device.
+
+    The numba loops are imported at the first call for the CPU; a program that only moves CUDA tensors never loads numba.
+
+    Example:
+        >>> on("cpu").__name__
+        'dte_dist.kernels.cpu'
+    """
+    return import_module("dte_dist.kernels." + ("cpu" if torch.device(device).type == "cpu" else "torch_ops"))
+
+
+def warm(widths: Iterable[int]) -> None:
+    """Compile the CPU kernels for elements of these widths (bytes: 1, 2, 4, 8), or load them from numba's cache on disk.
+
+    Without it the first sync pays: seconds where nothing is cached, a fraction of one where it is.
+
+    Example:
+        >>> warm([2, 4])
+    """
+    on("cpu").warm(widths)
