@@ -29,6 +29,7 @@ are touched) wait themselves, once a call. Both modules leave every version coun
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Protocol
@@ -68,7 +69,12 @@ def on(device: torch.device | str) -> ModuleType:
         >>> on("cpu").__name__
         'dte_dist.kernels.cpu'
     """
-    return import_module("dte_dist.kernels." + ("cpu" if torch.device(device).type == "cpu" else "torch_ops"))
+    return _module("cpu" if torch.device(device).type == "cpu" else "torch_ops")
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    return import_module(f"dte_dist.kernels.{name}")
 
 
 def warm(widths: Iterable[int]) -> None:
