@@ -184,7 +184,7 @@ class _Ties:
 
     def __init__(self, manifests: Iterable[Manifest]) -> None:
         self._parent: dict[str, str] = {}
-        for manifest in dict.fromkeys(manifests):
+        for manifest in {id(manifest): manifest for manifest in manifests}.values():
             for group in manifest.ties:
                 for name in group[1:]:
                     self._join(group[0], name)

@@ -58,11 +58,12 @@ class Remap:
         """True if no entry has axes."""
         return not len(self.extent)
 
-    def overlapping(self, first: int, length: int) -> slice:
-        """Return which entries overlap positions [first, first + length) of the source's space."""
-        low = int(np.searchsorted(self.end, first, side="right"))
-        high = int(np.searchsorted(self.begin, first + length, side="left"))
-        return slice(low, max(low, high))
+    def tables(self) -> tuple[np.ndarray, ...]:
+        """Return all arrays, in the order of the attributes."""
+        return (
+            self.begin, self.end, self.shift, self.axis, self.extent, self.stride, self.segment,
+            self.low, self.high, self.target, self.origin,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -1,0 +1,219 @@
+"""Opening a channel: every rank learns what every other holds, and all come to the same plan or the same error.
+
+1. Each rank describes its modules and options in bytes. Their digests go round in one row per rank, with the sizes.
+2. Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer cost one message.
+3. The coordinates of each rank on its meshes go round: they tell a rank's block from its neighbour's.
+4. Every rank builds the same `ModelMap` from them and derives everything else. Whoever fails says so in the last row,
+   and then all ranks raise that error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dte_dist.collectives.options import Options, layout_of, wire_types
+from dte_dist.errors import LayoutMismatch, from_wire, to_wire
+from dte_dist.layout import Layout, Manifest
+from dte_dist.plan.model_map import Holding, ModelMap
+from dte_dist.transport.groups import Wire
+
+__all__ = ["Agreement", "Described", "agree", "describe", "raise_together"]
+
+_TEXT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """This rank's own part of an agreement.
+
+    Attributes:
+        layout: of the module.
+        into: of the module to receive into, if there is another.
+        data: the description, equal on ranks that are placed alike.
+        coordinates: of this rank on the meshes of `layout`, then of `into`.
+    """
+
+    layout: Layout
+    into: Layout | None
+    data: bytes
+    coordinates: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreement:
+    """What all ranks know after opening.
+
+    Attributes:
+        model: slots and flat spaces.
+        sources, receivers: group ranks; the root is the first source.
+        schema: 63-bit hash of the model map; every frame carries it.
+    """
+
+    model: ModelMap
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+    schema: int
+
+    @property
+    def root(self) -> int:
+        """The group rank that relays."""
+        return self.sources[0]
+
+
+def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: Options) -> Described:
+    """Describe what this rank holds and wants.
+
+    Raises:
+        LayoutMismatch: something is placed in a way that cannot be handled.
+        ValueError: an option makes no sense.
+    """
+    options.check()
+    layout = layout_of(module, options)
+    other = None if into is None else layout_of(into, options)
+    head = {
+        "options": options.shared(),
+        "wire": wire_types(options.wire_dtype, layout.manifest),
+        "partial": options.select is not None,
+    }
+    parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]
+    data = np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
+    coordinates = [number for each in (layout, other) if each is not None for number in _flatten(each)]
+    return Described(layout, other, data, tuple(coordinates))
+
+
+def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agreement:
+    """Exchange descriptions and plan; all ranks of the control group must call.
+
+    Args:
+        control: the control group of the channel.
+        mine: this rank's description, None if describing failed.
+        error: why it failed.
+
+    Raises:
+        LayoutMismatch, ValueError: on every rank, with the same text.
+    """
+    data, coordinates = (mine.data, mine.coordinates) if mine is not None else (b"", ())
+    digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
+    rows = control.rows(np.array([error is not None, len(data), len(coordinates), *digest], np.int64))
+    if rows[:, 0].any():
+        raise_together(control, error)
+    descriptions = _share(control, rows, data)
+    padded = np.zeros(int(rows[:, 2].max()), np.int64)
+    padded[: len(coordinates)] = coordinates
+    places = [row[:size].tolist() for row, size in zip(control.rows(padded), rows[:, 2], strict=True)] if len(padded) else [[] for _ in rows]
+    return _plan(descriptions, places, rows[:, 3:].tobytes())
+
+
+def raise_together(control: Wire, error: Exception | None) -> None:
+    """Raise, on every rank, the error of the lowest rank that has one; all ranks must call, at least one with an error.
+
+    The text says on which ranks it was raised. On these ranks the original error is the cause.
+    """
+    texts = control.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
+    failed = {rank: text for rank, text in enumerate(texts) if text.strip(b"\0")}
+    told = from_wire(failed[min(failed)]) if failed else None
+    if told is None:
+        return
+    raise type(told)(f"{told} (raised on rank {', '.join(map(str, failed))} of the group)") from error
+
+
+def _share(control: Wire, rows: np.ndarray, data: bytes) -> list[_Description]:
+    """Send each distinct description once and return that of every rank, equal ones as one object."""
+    known: dict[bytes, _Description] = {}
+    described = []
+    for rank, row in enumerate(rows):
+        key = row[3:].tobytes()
+        if key not in known:
+            known[key] = _Description.parse(control.share(rank, data, int(row[1])))
+        described.append(known[key])
+    return described
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Description:
+    """A description taken apart again."""
+
+    options: dict[str, Any]
+    wire: Any
+    partial: bool
+    manifest: Manifest
+    into: Manifest | None
+
+    @classmethod
+    def parse(cls, data: bytes) -> _Description:
+        sizes = np.frombuffer(data[:24], np.int64).tolist()
+        head, manifest, into = (data[24 + sum(sizes[:i]) : 24 + sum(sizes[: i + 1])] for i in range(3))
+        said = json.loads(head)
+        return cls(said["options"], said["wire"], said["partial"], Manifest.from_bytes(manifest), Manifest.from_bytes(into) if into else None)
+
+
+def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
+    _check_options(described)
+    coordinates = [_unflatten(said, numbers) for said, numbers in zip(described, places, strict=True)]
+    named = described[0].options["src"]
+    sources = tuple(named) if named is not None else _connected(described, coordinates)
+    receivers = tuple(rank for rank, said in enumerate(described) if rank not in sources or said.into is not None)
+    if not receivers:
+        fix = "add rollout ranks to the group, name the trainers with src=, or pass into= on ranks that are both"
+        raise LayoutMismatch("every rank of the group is a source, none receives", ranks=sources, fix=fix)
+    holdings = {rank: Holding(described[rank].manifest, coordinates[rank][0], described[rank].wire) for rank in sources}
+    targets = {}
+    for rank in receivers:
+        said = described[rank]
+        manifest, place = (said.manifest, coordinates[rank][0]) if said.into is None else (said.into, coordinates[rank][1])
+        targets[rank] = Holding(manifest, place, partial=said.partial)
+    roles = np.array([*sources, -1, *receivers, -1, *(n for place in places for n in place)], np.int64)
+    hashed = hashlib.blake2b(digests + roles.tobytes(), digest_size=8).digest()
+    return Agreement(ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1)
+
+
+def _check_options(described: Sequence[_Description]) -> None:
+    for rank, said in enumerate(described):
+        for name, value in said.options.items():
+            first = described[0].options[name]
+            if value != first:
+                fix = f"pass the same {name}= on every rank"
+                raise LayoutMismatch(f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, fix=fix)
+
+
+def _connected(described: Sequence[_Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
+    """Return the ranks that share a mesh with rank 0, directly or through others; rank 0 alone if it has none."""
+    meshes = [
+        {mesh.ranks for mesh, place in zip(said.manifest.meshes, where[0], strict=True) if place is not None}
+        for said, where in zip(described, coordinates, strict=True)
+    ]
+    found, reached = {0}, set(meshes[0])
+    while True:
+        more = {rank for rank, held in enumerate(meshes) if held & reached} - found
+        if not more:
+            return tuple(sorted(found))
+        found |= more
+        reached.update(*(meshes[rank] for rank in more))
+
+
+def _flatten(layout: Layout) -> list[int]:
+    """Write coordinates as plain numbers: per mesh its axes, each -1 if this rank is not in the mesh."""
+    numbers: list[int] = []
+    for mesh, place in zip(layout.manifest.meshes, layout.coordinates, strict=True):
+        numbers += [-1] * len(mesh.shape) if place is None else place
+    return numbers
+
+
+def _unflatten(said: _Description, numbers: list[int]) -> list[tuple[tuple[int, ...] | None, ...]]:
+    """Reverse `_flatten`, for the module and for `into`."""
+    left = list(numbers)
+    both = []
+    for manifest in (said.manifest, said.into):
+        places: list[tuple[int, ...] | None] = []
+        for mesh in manifest.meshes if manifest is not None else ():
+            place, left = tuple(left[: len(mesh.shape)]), left[len(mesh.shape) :]
+            places.append(None if place and place[0] < 0 else place)
+        both.append(tuple(places))
+    return both

@@ -1,0 +1,146 @@
+"""The options of a channel: what a call may say, in the form in which ranks compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dte_dist.change.snapshot import Detector
+from dte_dist.layout import Layout, Manifest
+from dte_dist.plan.model_map import WireTypes
+
+__all__ = ["Options", "Ranks", "WireDtype", "check_version", "wire_types"]
+
+Ranks = int | Sequence[int] | DeviceMesh
+"""Ranks as a caller names them: one, several, or those of a mesh."""
+
+WireDtype = torch.dtype | Mapping[str, torch.dtype] | Callable[[str, torch.dtype], torch.dtype] | str
+"""Dtypes on the wire as a caller names them; see `delta_broadcast`."""
+
+Select = Callable[[str], bool] | Sequence[str]
+Rename = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """What stays the same for the life of a channel.
+
+    Attributes:
+        sources: group ranks as said by the caller, first the root; None for the default.
+        bucket_bytes, anchor_interval, timeout: compared between ranks when the channel opens.
+        wire_dtype, select, rename, detector: each rank's own; their effect is compared.
+    """
+
+    sources: tuple[int, ...] | None
+    bucket_bytes: int
+    anchor_interval: int | None
+    timeout: timedelta
+    wire_dtype: WireDtype | None
+    select: Select | None
+    rename: Rename | None
+    detector: Detector | None
+
+    def shared(self) -> dict[str, Any]:
+        """Return what all ranks must say alike, as JSON values."""
+        return {
+            "src": None if self.sources is None else list(self.sources),
+            "bucket_bytes": self.bucket_bytes,
+            "anchor_interval": self.anchor_interval,
+            "timeout": self.timeout.total_seconds(),
+        }
+
+    def check(self) -> None:
+        """Raise ValueError for a value that makes no sense."""
+        if not isinstance(self.bucket_bytes, int) or not 64 <= self.bucket_bytes <= 1 << 30:
+            raise ValueError(f"bucket_bytes must be between 64 and 2^30, got {self.bucket_bytes!r}")
+        if self.anchor_interval is not None and (not isinstance(self.anchor_interval, int) or self.anchor_interval < 1):
+            raise ValueError(f"anchor_interval must be a positive number of deltas or None, got {self.anchor_interval!r}")
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, got {self.timeout}")
+        if isinstance(self.wire_dtype, str) and self.wire_dtype != "receiver":
+            raise ValueError(f'wire_dtype must be a dtype, a mapping, a function or "receiver", got {self.wire_dtype!r}')
+
+    def differences(self, other: Options) -> list[str]:
+        """Return the names of options in which another call differs from this one."""
+        return [name for name in self.__slots__ if not _same(getattr(self, name), getattr(other, name))]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or bool(a == b) or (callable(a) and callable(b) and getattr(a, "__code__", a) is getattr(b, "__code__", b))
+
+
+def group_ranks(src: Ranks | None, group_src: Ranks | None, group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    """Return the sources that a caller named as ranks of the group, None for the default.
+
+    Raises:
+        ValueError: both were given, or a rank is not in the group.
+    """
+    if src is not None and group_src is not None:
+        raise ValueError("pass src= (ranks of the world) or group_src= (ranks of the group), not both")
+    if src is None and group_src is None:
+        return None
+    named = _numbers(src if src is not None else group_src)
+    if src is not None:
+        place = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
+        missing = [rank for rank in named if rank not in place]
+        if missing:
+            raise ValueError(f"src names ranks {missing} of the world, which are not in the group {list(place)}")
+        named = [place[rank] for rank in named]
+    if not named or len(set(named)) < len(named) or not all(0 <= rank < group.size() for rank in named):
+        raise ValueError(f"sources must be different ranks of a group of {group.size()}, got {named}")
+    return tuple(named)
+
+
+def _numbers(ranks: Any) -> list[int]:
+    if isinstance(ranks, DeviceMesh):
+        return [int(rank) for rank in ranks.mesh.flatten().tolist()]
+    return [ranks] if isinstance(ranks, int) else [int(rank) for rank in ranks]
+
+
+def check_version(version: Any) -> None:
+    """Raise ValueError unless a version is None or a positive int."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 1):
+        raise ValueError(f"version must be a positive int or None, got {version!r}")
+
+
+def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
+    """Write the wire dtypes of a source's own entries by name, where they differ from what it holds.
+
+    Example:
+        >>> from dte_dist.layout import Layout
+        >>> wire_types(torch.bfloat16, Layout.from_tensors({"w": torch.zeros(2)}).manifest)
+        {'w': 'bfloat16'}
+    """
+    if option is None or isinstance(option, str):
+        return None if option is None else "receiver"
+    chosen: dict[str, str] = {}
+    for entry in manifest.entries:
+        own: torch.dtype = getattr(torch, entry.dtype)
+        if isinstance(option, torch.dtype):
+            dtype = option if own.is_floating_point else own
+        elif isinstance(option, Mapping):
+            dtype = option.get(entry.name, own)
+        else:
+            dtype = option(entry.name, own)
+        if dtype != own:
+            chosen[entry.name] = str(dtype).removeprefix("torch.")
+    return chosen
+
+
+def layout_of(module: torch.nn.Module | Layout, options: Options) -> Layout:
+    """Return the layout of what a caller passed.
+
+    Raises:
+        ValueError: it is neither a module nor a layout.
+    """
+    if isinstance(module, Layout):
+        return module
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
+    return Layout.from_module(module, select=options.select, rename=options.rename)

@@ -1,0 +1,75 @@
+"""The handle of a sync that runs in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dte_dist.report import SyncReport
+
+__all__ = ["DeltaWork"]
+
+
+class DeltaWork(dist.Work):
+    """A sync on its way, like the `Work` of c10d.
+
+    When the call that returned it has returned, the bits to send are safe: the optimizer may step. On receivers, the
+    weights change at some moment before `wait` returns.
+
+    Example:
+        >>> work = delta_broadcast(module, group, async_op=True)
+        >>> optimizer.step()
+        >>> report = work.wait()
+    """
+
+    def __init__(self, run: Callable[[], SyncReport]) -> None:
+        super().__init__()
+        self._report: SyncReport | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, args=(run,), name="dte_dist", daemon=True).start()
+
+    def _run(self, run: Callable[[], SyncReport]) -> None:
+        try:
+            self._report = run()
+        except BaseException as error:  # wait() raises it in the caller's thread
+            self._error = error
+        finally:
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        """Return whether the sync has ended, well or not."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Return whether the sync has ended well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> Any:
+        """Return the error that ended the sync, None if there is none (yet)."""
+        return self._error
+
+    def wait(self, timeout: timedelta | float | None = None) -> Any:
+        """Wait for the end and return the `SyncReport`.
+
+        Args:
+            timeout: at most so long (timedelta, or seconds); None waits for the channel's own timeouts. The sync goes on after it.
+
+        Raises:
+            TimeoutError: it has not ended in this time.
+            DeltaError: the sync failed; the same on every rank.
+        """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if not self._done.wait(seconds or None):
+            raise TimeoutError(f"the sync has not ended after {seconds} s; it goes on, wait again")
+        if self._error is not None:
+            raise self._error
+        return self._report
+
+    def result(self) -> Any:
+        """Return the `SyncReport`; waits for it."""
+        return self.wait()

@@ -1,0 +1,162 @@
+"""The control round: one row per rank, from which every rank takes the same decision.
+
+A row says who the rank is, what it holds and what it wants. `decide` is a pure function of all rows, so no rank has to be told
+what the others do. A rank that has failed says so in its row, and takes part in the round all the same: that is how its error
+reaches everyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Final
+
+import numpy as np
+
+from dte_dist.errors import VersionError, VersionReplay
+
+__all__ = ["NONE", "ControlRow", "Decision", "decide"]
+
+NONE: Final = -1
+"""A version that is not there, in a row and on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRow:
+    """What one rank says at the start of a sync; int64 each.
+
+    Attributes:
+        failed: 1 if an error is waiting to be told.
+        is_source, is_receiver: roles.
+        source_version: version of the snapshot, or NONE if there is none yet.
+        source_stream: lineage of the snapshot; a random number that its first seed was given.
+        receiver_version: version of the live copy, or NONE: never seeded, or dirty.
+        receiver_stream: lineage that the copy follows.
+        wanted: version that the caller asked for, or NONE.
+        full: 1 if the source has prepared a full sync.
+        reason: why it is full, a number of `REASONS`.
+        proposal: lineage to start if one is needed; that of the root is taken.
+        changed: elements that the source found changed.
+    """
+
+    failed: int = 0
+    is_source: int = 0
+    is_receiver: int = 0
+    source_version: int = NONE
+    source_stream: int = 0
+    receiver_version: int = NONE
+    receiver_stream: int = 0
+    wanted: int = NONE
+    full: int = 0
+    reason: int = 0
+    proposal: int = 0
+    changed: int = 0
+
+    def pack(self, sizes: Sequence[int], room: int) -> np.ndarray:
+        """Return the row as int64, followed by frame sizes, padded with zeros to `room` of them."""
+        row = np.zeros(len(astuple(self)) + room, np.int64)
+        row[: len(astuple(self))] = astuple(self)
+        row[len(astuple(self)) : len(astuple(self)) + len(sizes)] = sizes
+        return row
+
+    @classmethod
+    def unpack(cls, row: np.ndarray) -> tuple[ControlRow, list[int]]:
+        """Take apart what `pack` made."""
+        fields = len(cls.__slots__)
+        return cls(*row[:fields].tolist()), row[fields:].tolist()
+
+
+REASONS: Final = ("", "first sync", "mode", "anchor", "sources restarted", "sources differ")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What all ranks do in this sync.
+
+    Attributes:
+        version: the version that it makes.
+        base: the version that the delta starts from, or NONE.
+        stream: lineage from now on.
+        followers: group ranks of the receivers that get the delta.
+        seeded: group ranks of the receivers that get everything.
+        reason: for the report.
+    """
+
+    version: int
+    base: int
+    stream: int
+    followers: tuple[int, ...]
+    seeded: tuple[int, ...]
+    reason: str
+
+    @property
+    def is_full(self) -> bool:
+        """True if no receiver gets a delta."""
+        return not self.followers
+
+
+def decide(rows: Sequence[ControlRow], root: int) -> Decision:
+    """Decide what the sync does, from the rows of all ranks in group order.
+
+    Raises:
+        VersionReplay: the version asked for is not newer than what is held.
+        VersionError: ranks asked for different versions, or one that is too large.
+    """
+    sources = [rank for rank, row in enumerate(rows) if row.is_source]
+    receivers = [rank for rank, row in enumerate(rows) if row.is_receiver]
+    states = {(rows[rank].source_version, rows[rank].source_stream) for rank in sources}
+    full = len(states) > 1 or any(rows[rank].full for rank in sources)
+    base, stream = (NONE, 0) if len(states) > 1 else next(iter(states))
+    followers = () if full else tuple(r for r in receivers if _follows(rows[r], base, stream))
+    seeded = tuple(rank for rank in receivers if rank not in followers)
+    held = [rows[r].source_version for r in sources] + [rows[r].receiver_version for r in receivers]
+    newest = base if followers else max(held)
+    version = _version(rows, newest)
+    if not followers and base == NONE:
+        stream = rows[root].proposal
+    return Decision(version, base, stream, followers, seeded, _reason(rows, sources, followers, seeded, len(states) > 1, (base, stream)))
+
+
+def _follows(row: ControlRow, base: int, stream: int) -> bool:
+    return base != NONE and row.receiver_version == base and row.receiver_stream == stream
+
+
+def _version(rows: Sequence[ControlRow], newest: int) -> int:
+    sources = {row.wanted: rank for rank, row in enumerate(rows) if row.is_source}
+    wanted = sources | {row.wanted: rank for rank, row in enumerate(rows) if row.wanted != NONE}
+    if len(sources) > 1 or len(wanted) > 1:
+        said = ", ".join(f"{'none' if v == NONE else v} on rank {r}" for v, r in sorted(wanted.items()))
+        fix = "pass the same version= on every source; receivers may leave it out"
+        raise VersionError("version= differs between ranks", ranks=sorted(wanted.values()), got=said, fix=fix)
+    version = next(iter(wanted))
+    if version == NONE:
+        version = max(newest, 0) + 1
+    if version <= newest:
+        fix = f"leave version= out, or pass a version above {newest}"
+        raise VersionReplay("the version is not newer than the one that is held", expected=f"> {newest}", got=version, fix=fix)
+    if version >= 1 << 62:
+        raise VersionError("the version does not fit", expected="< 2^62", got=version, fix="count versions from 1")
+    return version
+
+
+def _reason(
+    rows: Sequence[ControlRow], sources: Sequence[int], followers: Sequence[int], seeded: Sequence[int], differ: bool, held: tuple[int, int]
+) -> str:
+    if differ:
+        return "sources hold different versions"
+    said = REASONS[max(rows[rank].reason for rank in sources)]
+    if not seeded:
+        return ""
+    if not followers and said:
+        known = [rows[rank].receiver_version for rank in seeded if rows[rank].receiver_version != NONE]
+        return f"sources restarted, receivers held v{max(known)}" if said == "first sync" and known else said
+    return "; ".join(f"rank {rank} seeded: {_why(rows[rank], *held)}" for rank in seeded)
+
+
+def _why(row: ControlRow, base: int, stream: int) -> str:
+    if row.receiver_version == NONE:
+        return "it had no version"
+    if row.receiver_stream != stream:
+        return "it followed another run"
+    kind = "gap" if row.receiver_version < base else "replay"
+    return f"{kind}, it held v{row.receiver_version}, sources v{base}"

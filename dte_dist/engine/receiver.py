@@ -1,0 +1,102 @@
+"""A receiver's side of the version chain: frames are checked, translated and staged, then applied all or not at all.
+
+1. `begin` finds the live tensors of this sync.
+2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed).
+   The first error is kept in `error` and the rest of the sync is only drained, so that the ranks stay in step.
+3. `apply`, after the vote, writes what is staged. A receiver that fails inside it is dirty: it has no version until it is seeded.
+4. `commit` moves to the new version; `rollback` forgets what is staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from dte_dist.change.flat import FlatTensors
+from dte_dist.codec import FrameHead, read_frame
+from dte_dist.engine.control import NONE
+from dte_dist.engine.source import Chain
+from dte_dist.layout import Layout
+from dte_dist.patch import StagedPatch, Target
+from dte_dist.plan.model_map import ModelMap
+from dte_dist.plan.remap import Remap, build_remaps
+
+__all__ = ["ReceiverState"]
+
+
+class ReceiverState:
+    """What one receiver holds between syncs.
+
+    Args:
+        layout: where the live tensors are.
+        model, rank: which blocks this rank holds, and what every source sends.
+        chain: where an earlier channel left off.
+
+    Attributes:
+        error: the first error of this sync, or None.
+        chain: version and lineage; version NONE means never seeded, being seeded, or dirty.
+    """
+
+    def __init__(self, layout: Layout, model: ModelMap, rank: int, *, chain: Chain | None = None) -> None:
+        self._layout = layout
+        self.chain = chain or Chain()
+        self.error: Exception | None = None
+        self._spaces = model.receiver_spaces[rank]
+        self._remaps: dict[int, dict[int, Sequence[Remap]]] = {
+            width: {
+                source: build_remaps(spaces[width], space) for source, spaces in model.source_spaces.items() if width in spaces
+            }
+            for width, space in self._spaces.items()
+        }  # fmt: skip
+        self._staged = StagedPatch()
+        self._targets: Mapping[int, Target] = {}
+
+    def begin(self) -> None:
+        """Find the live tensors, as they are at this moment; nothing is staged yet."""
+        self._staged.clear()
+        self.error = None
+        tensors = self._layout.tensors()
+        self._targets = {
+            width: Target(FlatTensors([tensors[piece.entry] for piece in space.pieces], width, space.starts), self._remaps[width])
+            for width, space in self._spaces.items()
+        }
+
+    def take(self, frame: Tensor, expected: FrameHead) -> None:
+        """Check a frame and stage it, or write it into place if it is a seed; never raises, see `error`."""
+        if self.error is not None:
+            return
+        try:
+            self._take(frame, expected)
+        except Exception as error:  # it is raised on all ranks after the vote
+            self.error = error
+
+    def _take(self, frame: Tensor, expected: FrameHead) -> None:
+        segments = read_frame(frame, expected)
+        target = self._targets.get(expected.width)
+        if target is None:
+            return
+        if expected.seed:
+            self.chain.version = NONE
+        for segment in segments:
+            if expected.seed:
+                target.place(expected.source, segment.first, segment.bits)
+            else:
+                self._staged.add(target, expected.source, segment.first, segment.positions, segment.bits)
+
+    def apply(self) -> None:
+        """Write what is staged into the live tensors; dirty (no version) while it runs, and after an error."""
+        version, self.chain.version = self.chain.version, NONE
+        self._staged.apply(self._targets)
+        self.chain.version = version
+
+    def commit(self, version: int, stream: int) -> None:
+        """Move to `version`."""
+        self.chain.version, self.chain.stream = version, stream
+        self.rollback()
+
+    def rollback(self) -> None:
+        """Forget what is staged."""
+        self._staged.clear()
+        self._targets = {}
+        self.error = None

@@ -1,0 +1,48 @@
+"""Kernels for CPU tensors that need a table of translation; the loops are in `kernels.remap_loops`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dte_dist.kernels import Flat, Tables, remap_loops
+from dte_dist.kernels import torch_remap as fallback
+from dte_dist.kernels.cpu import _SAMPLES as SAMPLES
+from dte_dist.kernels.cpu import _bump as bump
+
+__all__ = ["place", "translate"]
+
+
+def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Translate positions of a source's flat space into a receiver's, dropping those it does not hold.
+
+    Args:
+        remap: the tables.
+        first: position that the given positions count from.
+        positions: int32, ascending.
+        bits: one bit pattern per position.
+
+    Returns:
+        int64 positions in the receiver's space, and their bits.
+    """
+    count = len(positions)
+    out, kept = torch.empty(count, dtype=torch.int64), torch.empty_like(bits)
+    entry = int(np.searchsorted(remap.end, first, side="right"))
+    found = remap_loops.translate(
+        remap.tables(), entry, SAMPLES[bits.dtype], first, positions.data_ptr(), bits.data_ptr(), count, out.data_ptr(), kept.data_ptr()
+    )
+    return out[:found], kept[:found]
+
+
+def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+    """Copy the dense bits of source positions [first, first + len(bits)) to where `flat`, a receiver's space, holds them."""
+    if flat.strided:
+        fallback.place(remap, first, bits, flat)
+        return
+    touched = np.zeros(len(flat.tensors), np.bool_)
+    entry = int(np.searchsorted(remap.end, first, side="right"))
+    remap_loops.place(
+        remap.tables(), entry, flat.width, first, len(bits), bits.data_ptr(), flat.starts, flat.addresses, touched
+    )
+    bump(flat, np.flatnonzero(touched))
