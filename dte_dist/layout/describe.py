@@ -1,0 +1,144 @@
+"""From tensors to entries: what a local tensor is part of, and whether it can be synchronised at all.
+
+Three things may say where a tensor lies: its own DTensor spec, a `ShardSpec`, or a `Region` that the user stated;
+a plain tensor without either is whole. The derived shape is compared with that of the local tensor, so that a
+placement that does not describe its tensor is refused instead of sending the wrong elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout.blocks import Block, cut_block
+from dte_dist.layout.dtypes import dtype_name
+from dte_dist.layout.placement import WHOLE, Entry, MeshSpec, Placement
+from dte_dist.layout.sharding import ShardSpec, cuts_of
+from dte_dist.layout.spots import Region
+
+__all__ = ["Describer", "settled"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a DTensor placement means: how it travels, and the shape that this rank must then have."""
+
+    placement: Placement
+    local_shape: tuple[int, ...]
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """Return the tensor behind a collective that is still on its way, waiting for it; others as they are."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+class Describer:
+    """Make entries from tensors; numbers the meshes it meets and decodes each placement once.
+
+    Attributes:
+        meshes: the meshes met so far, in the order of their numbers.
+        coordinates: this rank's coordinate on each of them, or None.
+    """
+
+    def __init__(self) -> None:
+        self.meshes: list[MeshSpec] = []
+        self.coordinates: list[tuple[int, ...] | None] = []
+        self._numbers: dict[int, tuple[int, DeviceMesh]] = {}  # by id: the mesh is held so that its id stays its own
+        self._places: dict[Any, _Place] = {}
+
+    def entry(self, name: str, tensor: Any, given: ShardSpec | Region | None = None) -> Entry:
+        """Describe a tensor.
+
+        Args:
+            name: name of the slot.
+            tensor: a plain tensor or a DTensor.
+            given: where a plain tensor lies; None for what the tensor itself says.
+
+        Raises:
+            LayoutMismatch: the tensor cannot be synchronised, or its shape does not follow from its placement; names the slot.
+            ValueError: it is no tensor.
+        """
+        shape, place, local = self._located(name, tensor, given)
+        _refuse_unusable(name, local)
+        if local.shape != place.local_shape and (local.numel() or 0 not in place.local_shape):
+            raise LayoutMismatch(
+                "the local tensor has another shape than its placement gives it", slot=name, expected=place.local_shape,
+                got=tuple(local.shape), fix="build the DTensor with distribute_tensor, or state its region with Layout.from_views",
+            )  # fmt: skip
+        dtype = dtype_name(name, local.dtype)
+        return _as_pairs(name, shape, place.placement) if dtype == "complex128" else Entry(name, shape, dtype, place.placement)
+
+    def _located(self, name: str, tensor: Any, given: ShardSpec | Region | None) -> tuple[tuple[int, ...], _Place, Tensor]:
+        """Return the full shape, the place and the local tensor."""
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        if is_lazy(tensor):
+            raise LayoutMismatch("the parameter has no shape yet", slot=name, fix="run one forward of the lazy module first")
+        if isinstance(given, Region):
+            return given.full_shape, _Place(Placement(block=given.block), given.block.shape), settled(tensor)
+        if isinstance(given, ShardSpec):
+            return given.full_shape, self._place(name, given.full_shape, given.mesh, given.placements, None), settled(tensor)
+        if isinstance(tensor, DTensor):
+            spec, shape = tensor._spec, tuple(tensor.shape)
+            order = getattr(spec, "shard_order", None)
+            return shape, self._place(name, shape, spec.mesh, spec.placements, order), settled(tensor._local_tensor)
+        shape = tuple(tensor.shape)
+        return shape, _Place(WHOLE, shape), settled(tensor)
+
+    def _place(self, name: str, shape: tuple[int, ...], mesh: DeviceMesh | None, placements: Sequence[Any], order: Any) -> _Place:
+        if mesh is None:
+            return _Place(WHOLE, shape)
+        key = (id(mesh), shape, placements, order)
+        place = self._places.get(key)
+        if place is None:
+            number = self._number(mesh)
+            spec, coordinate = self.meshes[number], self.coordinates[number]
+            cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order)
+            local_shape = (0,) if coordinate is None else cut_block(shape, spec.shape, coordinate, cuts).shape
+            place = self._places[key] = _Place(Placement(number, cuts), local_shape)
+        return place
+
+    def _number(self, mesh: DeviceMesh) -> int:
+        """Return the number of a mesh; equal meshes share one."""
+        if id(mesh) not in self._numbers:
+            spec = MeshSpec(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+            if spec not in self.meshes:
+                coordinate = mesh.get_coordinate()
+                self.meshes.append(spec)
+                self.coordinates.append(None if coordinate is None else tuple(coordinate))
+            self._numbers[id(mesh)] = self.meshes.index(spec), mesh
+        return self._numbers[id(mesh)][0]
+
+
+def _refuse_unusable(name: str, local: Tensor) -> None:
+    """Refuse a local tensor whose bits are not there, or not its own."""
+    if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__ or local.layout is not torch.strided:
+        kind = f"{type(local).__name__} of layout {local.layout}"
+        raise LayoutMismatch(f"a {kind} is not one array of elements", slot=name, fix="give the tensors inside it under names of their own")
+    if local.device.type == "meta":
+        raise LayoutMismatch("a tensor on the meta device has no data", slot=name, fix="materialise the module first with to_empty(...)")
+    if local.is_conj() or local.is_neg():
+        fix = "call resolve_conj() and resolve_neg()"
+        raise LayoutMismatch("the bits of a lazy conjugate or negative are not its values", slot=name, fix=fix)
+    if not local.numel():
+        return
+    if not local.data_ptr():
+        raise LayoutMismatch("the storage of the tensor has been freed", slot=name, fix="take it from its module after reshard()")
+    if any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
+        raise LayoutMismatch("elements of an expanded tensor share memory", slot=name, fix="make it an array of its own with contiguous()")
+
+
+def _as_pairs(name: str, shape: tuple[int, ...], placement: Placement) -> Entry:
+    """Describe a complex128 tensor as what `view_as_real` makes of it."""
+    if placement.block is not None:
+        placement = Placement(block=Block((*placement.block.runs, ((0, 2),))))
+    return Entry(name, (*shape, 2), "float64", placement)

@@ -1,0 +1,284 @@
+"""Layouts: what one rank holds of a model, and the tensors that hold it right now.
+
+A layout is built once, when a channel opens, and read at every sync. Between syncs a module may move, be resharded or
+get other parameters, so `tensors` resolves them anew each time; what changed since the last reading is described
+again and must still be what the manifest, which all ranks rely on, says it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import is_, ne
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout.describe import Describer, settled
+from dte_dist.layout.manifest import Manifest
+from dte_dist.layout.modules import ModuleTree
+from dte_dist.layout.names import NameRule, Rename, Select, refuse_duplicates
+from dte_dist.layout.placement import Entry
+from dte_dist.layout.sharding import ShardSpec
+from dte_dist.layout.spots import Spot, spots_of_shards, spots_of_tensors, spots_of_views
+
+__all__ = ["Layout"]
+
+_REOPEN = "open a new channel, or build a new layout, for the changed module"
+
+
+class Layout:
+    """List what one rank holds of a model.
+
+    Build one with `from_module`, `from_tensors`, `from_shards` or `from_views`.
+
+    Attributes:
+        manifest: what other ranks need to know of it.
+        coordinates: this rank's coordinate on each mesh of the manifest, None where it is not in the mesh.
+
+    Example:
+        >>> layout = Layout.from_module(torch.nn.Linear(3, 2))
+        >>> [entry.name for entry in layout.manifest.entries], [tuple(t.shape) for t in layout.tensors()]
+        (['bias', 'weight'], [(2,), (2, 3)])
+    """
+
+    def __init__(self, source: _Follower | Iterable[Spot]) -> None:
+        self._follow = source if isinstance(source, _Follower) else None
+        self._spots = sorted(source, key=lambda spot: spot.order)
+        self._describer = Describer()
+        self._objects = self._resolve()
+        entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
+        local = _locals(self._objects)
+        self._marks = _marks(local)
+        self._device_types = [tensor.device.type for tensor in local]
+        self._pairs = [index for index, tensor in enumerate(local) if tensor.dtype is torch.complex128]
+        self.manifest = Manifest.build(entries, self._describer.meshes, _ties(entries, self._objects, local))
+        self.coordinates = tuple(self._describer.coordinates)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, *, select: Select = None, rename: Rename = None) -> Layout:
+        """Describe the parameters and persistent buffers of a module, tied ones under each of their names.
+
+        The module is not kept alive. FSDP2 modules in it are resharded, here and at every reading.
+
+        Args:
+            module: any module, wrapped or not; its tensors may be plain or DTensors.
+            select: predicate on canonical names, or fnmatch patterns; None for all.
+            rename: from canonical names to the names that all ranks agree on.
+
+        Raises:
+            LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
+            ValueError: an argument is of the wrong type.
+
+        Example:
+            >>> Layout.from_module(torch.nn.Linear(3, 2), select=["w*"], rename="head.{}".format).manifest.entries[0].name
+            'head.weight'
+        """
+        return cls(_Follower(ModuleTree(module), NameRule.of(select, rename)))
+
+    @classmethod
+    def from_tensors(
+        cls, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, select: Select = None, rename: Rename = None
+    ) -> Layout:
+        """Describe plain tensors (held whole), DTensors and ShardedTensors by what they say of themselves.
+
+        Args:
+            named_tensors: a mapping, or pairs of name and tensor, such as a state dict.
+            select: as in `from_module`.
+            rename: as in `from_module`.
+
+        Raises:
+            LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
+            ValueError: an argument is of the wrong type.
+
+        Example:
+            >>> Layout.from_tensors({"w": torch.zeros(2, 3)}).manifest.entries[0].shape
+            (2, 3)
+        """
+        return cls(spots_of_tensors(named_tensors, NameRule.of(select, rename)))
+
+    @classmethod
+    def from_shards(cls, shards: Iterable[tuple[str, Tensor, ShardSpec]]) -> Layout:
+        """Describe local shards that are plain tensors, each with the placement of its full tensor.
+
+        Args:
+            shards: (name, local_shard, ShardSpec) of each.
+
+        Raises:
+            LayoutMismatch: a shard has not the shape that its placement gives it, or two have the same name.
+            ValueError: an argument is of the wrong type.
+
+        Example:
+            >>> Layout.from_shards([("w", torch.zeros(2, 3), ShardSpec((2, 3), None, ()))]).manifest.block(0, ()).shape
+            (2, 3)
+        """
+        return cls(spots_of_shards(shards))
+
+    @classmethod
+    def from_views(cls, views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]]) -> Layout:
+        """Describe named regions of local tensors, such as the parts of a fused projection.
+
+        The views must stay valid: they are read and written for as long as the layout lives.
+
+        Args:
+            views: (name, local_view, full_shape, offsets) of each: the view, contiguous or not, holds the
+                hyper-rectangle of slot `name` that starts at `offsets`. A name may come again with another region.
+
+        Raises:
+            LayoutMismatch: a region leaves its slot, or regions of one slot overlap or disagree.
+            ValueError: an argument is of the wrong type.
+
+        Example:
+            >>> qkv = torch.zeros(6, 4)
+            >>> layout = Layout.from_views([("q", qkv[:2], (4, 4), (2, 0)), ("k", qkv[2:4], (4, 4), (2, 0))])
+            >>> layout.manifest.block(0, ()).runs
+            (((2, 2),), ((0, 4),))
+        """
+        return cls(spots_of_views(views))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the local tensors as they are now, in the order of the manifest's entries.
+
+        Each has the shape of its block; a tensor of no elements may have any shape without elements. complex128 comes as
+        pairs of float64. The tensors may require grad: read and write them under `no_grad`.
+
+        Raises:
+            LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot.
+        """
+        if self._follow is not None:
+            self._follow_module(self._follow)
+        objects = self._resolve()
+        replaced = [index for index, same in enumerate(map(is_, objects, self._objects)) if not same]
+        for index in replaced:
+            self._check(index, objects[index])
+        local = _locals(objects)
+        marks = _marks(local)
+        moved = [] if marks == self._marks else _differing(marks, self._marks)
+        for index in moved:
+            self._check(index, objects[index])
+        if replaced or moved:
+            self._check_ties(objects, local)
+        self._objects, self._marks = objects, marks
+        for index in self._pairs:
+            local[index] = torch.view_as_real(local[index].detach())
+        return local
+
+    def _follow_module(self, follow: _Follower) -> None:
+        """Reshard the module and, if its structure changed, find its tensors again."""
+        if not follow.changed():
+            return
+        fresh = Layout(follow.again())
+        if fresh.manifest != self.manifest:
+            _raise_changed(self.manifest, fresh.manifest)
+        vars(self).update(vars(fresh))
+
+    def _resolve(self) -> list[Any]:
+        try:
+            return [spot.holder[spot.key] for spot in self._spots]
+        except KeyError:
+            gone = next(spot for spot in self._spots if spot.key not in spot.holder)
+            raise LayoutMismatch("the module no longer has this tensor", slot=gone.name, fix=_REOPEN) from None
+
+    def _check(self, index: int, found: Any) -> None:
+        """Describe a tensor again and compare it with its entry."""
+        spot, expected = self._spots[index], self.manifest.entries[index]
+        if not isinstance(found, Tensor):
+            raise LayoutMismatch("the module no longer has this tensor", slot=spot.name, got=found, fix=_REOPEN)
+        entry = self._describer.entry(spot.name, found, spot.given)
+        _refuse_difference(expected, entry)
+        device = _locals([found])[0].device.type
+        if device != self._device_types[index]:
+            what = "the tensor moved to another kind of device"
+            raise LayoutMismatch(what, slot=spot.name, expected=self._device_types[index], got=device, fix=_REOPEN)
+
+    def _check_ties(self, objects: Sequence[Any], local: Sequence[Tensor]) -> None:
+        ties = Manifest.build((), (), _ties(self.manifest.entries, objects, local)).ties
+        if ties != self.manifest.ties:
+            raise LayoutMismatch("other tensors share storage than before", expected=self.manifest.ties, got=ties, fix=_REOPEN)
+
+
+class _Follower:
+    """Find the tensors of a module by the names that a rule gives them, and notice when the module changed."""
+
+    __slots__ = ("_rule", "_tree")
+
+    def __init__(self, tree: ModuleTree, rule: NameRule) -> None:
+        self._tree = tree
+        self._rule = rule
+
+    def __iter__(self) -> Iterator[Spot]:
+        named = [(slot, spot) for spot in self._tree.spots() if (slot := self._rule(spot.name)) is not None]
+        refuse_duplicates(slot for slot, _ in named)
+        return iter([Spot(slot, spot.holder, spot.key) for slot, spot in named])
+
+    def changed(self) -> bool:
+        """Reshard the module as it was, unless its structure changed."""
+        changed = self._tree.changed()
+        if not changed:
+            self._tree.reshard()
+        return changed
+
+    def again(self) -> _Follower:
+        """Return a follower of the module as it is now."""
+        module = self._tree.module()
+        if module is None:
+            raise LayoutMismatch("the module of this layout no longer exists", fix="keep a reference to it, or build a new layout")
+        return _Follower(ModuleTree(module), self._rule)
+
+
+def _locals(objects: Iterable[Any]) -> list[Tensor]:
+    local = [found._local_tensor if isinstance(found, DTensor) else found for found in objects]
+    return local if set(map(type, local)) <= {Tensor, nn.Parameter} else [settled(tensor) for tensor in local]
+
+
+def _marks(local: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return what tells cheaply that a tensor is still the one that was checked: addresses and sizes."""
+    return list(map(Tensor.data_ptr, local)), list(map(Tensor.numel, local))
+
+
+def _differing(now: tuple[list[int], list[int]], before: tuple[list[int], list[int]]) -> list[int]:
+    return [index for index, differs in enumerate(map(ne, zip(*now, strict=True), zip(*before, strict=True))) if differs]
+
+
+def _ties(entries: Sequence[Entry], objects: Sequence[Any], local: Sequence[Tensor]) -> list[set[str]]:
+    """Return the groups of names whose tensors are the same memory seen the same way."""
+    by_address: dict[int, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(local):
+        by_address[tensor.data_ptr()].append(index)
+    groups: dict[Any, set[str]] = defaultdict(set)
+    for alike in by_address.values():
+        for index in alike if len(alike) > 1 else ():
+            entry = entries[index]
+            key = _memory(objects[index], local[index]), entry.shape, entry.dtype, entry.placement
+            groups[key].add(entry.name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _memory(found: Any, tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells memory apart: address and strides, or for a tensor of no elements its object or its padding."""
+    if tensor.numel():
+        return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    padding = tensor.untyped_storage().data_ptr() if isinstance(found, DTensor) else 0
+    return tensor.device, padding or id(found)
+
+
+def _refuse_difference(expected: Entry, got: Entry) -> None:
+    for what in ("shape", "dtype", "placement"):
+        before, now = getattr(expected, what), getattr(got, what)
+        if before != now:
+            raise LayoutMismatch(f"the tensor has another {what} than before", slot=expected.name, expected=before, got=now, fix=_REOPEN)
+
+
+def _raise_changed(before: Manifest, now: Manifest) -> None:
+    """Raise for the first way in which a module became another one."""
+    mine, theirs = ({entry.name: entry for entry in manifest.entries} for manifest in (before, now))
+    for name in sorted(mine.keys() ^ theirs.keys()):
+        raise LayoutMismatch("a tensor of the module came or went", slot=name, fix=_REOPEN)
+    for name, entry in mine.items():
+        _refuse_difference(entry, theirs[name])
+    raise LayoutMismatch("the meshes or tied tensors of the module changed", expected=before.ties, got=now.ties, fix=_REOPEN)
+
+

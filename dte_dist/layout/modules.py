@@ -1,0 +1,121 @@
+"""Walking a module: which tensors it has, by canonical name, and whether it is still the same module.
+
+A parameter is found through the dict of the submodule that owns it, not through the module: the dicts outlive
+nothing, refer to no module, and one list comprehension over them reads 20,000 parameters in about a millisecond.
+`fully_shard` swaps what is registered there: only after `reshard` is it the sharded parameter that training updates.
+What else is registered in between is a copy, and writing to it would be lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from operator import is_
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout.names import WRAPPERS
+from dte_dist.layout.spots import Spot
+
+__all__ = ["ModuleTree"]
+
+
+class ModuleTree:
+    """Remember the structure of a module without keeping the module alive.
+
+    Args:
+        module: any module; FSDP2 modules in it are resharded.
+
+    Raises:
+        ValueError: it is no module.
+        LayoutMismatch: it is wrapped by the older FullyShardedDataParallel, or cannot be resharded now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        found = list(_walk(module, ""))
+        _refuse_flat_parameters(found)
+        self.module = weakref.ref(module)
+        self._sharded = [weakref.ref(child) for child in {id(m): m for _, m in found}.values() if isinstance(child, FSDPModule)]
+        links = [(parent._modules, key, child) for _, parent in found for key, child in parent._modules.items() if child is not None]
+        self._edges = [(modules, key) for modules, key, _ in links]
+        self._owners = [child._parameters for _, _, child in links]
+        self._dicts = [d for _, m in found for d in (m._modules, m._parameters, m._buffers)]
+        self._size = sum(map(len, self._dicts))
+        self.reshard()
+
+    def spots(self) -> list[Spot]:
+        """Return where every parameter and persistent buffer is found; tied ones once under each of their names."""
+        module = self.module()
+        return [] if module is None else [spot for prefix, owner in _walk(module, "") for spot in _spots_of(owner, prefix)]
+
+    def changed(self) -> bool:
+        """Tell whether modules, parameters or buffers were added, removed or replaced by other modules."""
+        if sum(map(len, self._dicts)) != self._size:
+            return True
+        owners = [getattr(modules.get(key), "_parameters", None) for modules, key in self._edges]
+        return not all(map(is_, owners, self._owners))
+
+    def reshard(self) -> None:
+        """Register the sharded parameters of all FSDP2 modules; purely local.
+
+        Raises:
+            LayoutMismatch: one stays unsharded because its forward is running; names a parameter.
+        """
+        for reference in self._sharded:
+            module = reference()
+            if module is None:
+                continue
+            module.reshard()
+            for group in _parameter_groups(module):
+                if not group.is_sharded:
+                    self._refuse_unsharded(group.fsdp_params[0]._module_info)
+
+    def _refuse_unsharded(self, info: Any) -> None:
+        root = self.module()
+        prefixes = [prefix for prefix, module in _walk(root, "") if module is info.module] if root is not None else []
+        raise LayoutMismatch(
+            "the parameter stays unsharded after reshard(), so what is registered is a copy",
+            slot=(prefixes or [""])[0] + info.param_name, fix="call this after forward and backward, not inside of them",
+        )  # fmt: skip
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module with the canonical prefix of its names; a shared module once for each of its paths."""
+    yield prefix, module
+    wrapped = "module" if isinstance(module, DistributedDataParallel) else None
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, prefix if key in WRAPPERS or key == wrapped else f"{prefix}{key}.")
+
+
+def _spots_of(module: nn.Module, prefix: str) -> Iterator[Spot]:
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Spot(prefix + key, module._parameters, key)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield Spot(prefix + key, module._buffers, key)
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP2 module: several since torch 2.12, at most one before."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _refuse_flat_parameters(found: list[tuple[str, nn.Module]]) -> None:
+    for prefix, module in found:
+        if isinstance(module, FullyShardedDataParallel):
+            raise LayoutMismatch(
+                "FullyShardedDataParallel flattens parameters, which leaves no shape to tell what a rank holds",
+                slot=prefix.removesuffix(".") or type(module).__name__,
+                fix="shard the module with fully_shard, or give its SHARDED_STATE_DICT to Layout.from_tensors",
+            )

@@ -1,0 +1,152 @@
+"""Spots: where the tensors of a layout are found, and what the user said about them.
+
+A layout reads its tensors anew at every sync, so it keeps the dict and the key under which each one is registered
+rather than the tensor. Tensors that a user hands over one by one get a dict of their own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout.blocks import Block, Runs
+from dte_dist.layout.names import NameRule, canonical_name, refuse_duplicates
+from dte_dist.layout.sharding import ShardSpec
+
+__all__ = ["Region", "Spot", "spots_of_shards", "spots_of_tensors", "spots_of_views"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """State that a local tensor is `block` of a tensor of `full_shape`."""
+
+    full_shape: tuple[int, ...]
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Say where the tensor of a slot is found: under `key` of `holder`.
+
+    Args:
+        name: name of the slot.
+        holder: a mapping that a module or a user keeps up to date.
+        key: the tensor's key in it.
+        given: where the tensor lies, if the tensor itself does not say.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    given: ShardSpec | Region | None = None
+
+    @property
+    def order(self) -> tuple[str, tuple[Runs, ...]]:
+        """Sort key: by name, then by region; the same order as that of the entries."""
+        return self.name, self.given.block.runs if isinstance(self.given, Region) else ()
+
+
+def spots_of_tensors(named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], rule: NameRule) -> list[Spot]:
+    """Return the spots of plain tensors, DTensors and ShardedTensors.
+
+    Raises:
+        LayoutMismatch: two have the same name.
+        ValueError: an item is no pair of a name and a tensor.
+    """
+    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    named = [(slot, tensor) for name, tensor in map(_pair, items) if (slot := rule(canonical_name(name))) is not None]
+    refuse_duplicates(slot for slot, _ in named)
+    return [spot for slot, tensor in named for spot in _spots_of(slot, tensor)]
+
+
+def spots_of_shards(shards: Iterable[tuple[str, Tensor, ShardSpec]]) -> list[Spot]:
+    """Return the spots of local shards with their specs.
+
+    Raises:
+        LayoutMismatch: two have the same name.
+        ValueError: an item is not (name, local_shard, ShardSpec).
+    """
+    spots = []
+    for item in shards:
+        match item:
+            case (str(name), Tensor() as local, ShardSpec() as spec):
+                spots.append(Spot(name, {0: local}, 0, spec))
+            case _:
+                raise ValueError(f"a shard is (name, local_shard, ShardSpec), not {_shown(item)}")
+    refuse_duplicates(spot.name for spot in spots)
+    return spots
+
+
+def spots_of_views(views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]]) -> list[Spot]:
+    """Return the spots of local tensors that are named regions of slots.
+
+    Raises:
+        LayoutMismatch: a region leaves its slot, or the regions of a slot overlap or disagree on its full shape.
+        ValueError: an item is not (name, local_view, full_shape, offsets).
+    """
+    by_name: dict[str, list[Spot]] = defaultdict(list)
+    for item in views:
+        match item:
+            case (str(name), Tensor() as view, full_shape, offsets):
+                by_name[name].append(_spot_of_view(name, view, tuple(full_shape), tuple(offsets)))
+            case _:
+                raise ValueError(f"a view is (name, local_view, full_shape, offsets), not {_shown(item)}")
+    for name, spots in by_name.items():
+        _refuse_conflicts(name, [spot.given for spot in spots if isinstance(spot.given, Region)])
+    return [spot for spots in by_name.values() for spot in spots]
+
+
+def _pair(item: Any) -> tuple[str, Any]:
+    match item:
+        case (str(name), Tensor() as tensor):
+            return name, tensor
+    raise ValueError(f"a named tensor is (name, tensor), not {_shown(item)}")
+
+
+def _shown(item: Any) -> str:
+    parts = item if isinstance(item, tuple) else (item,)
+    return ", ".join(repr(part) if isinstance(part, str) else type(part).__name__ for part in parts)
+
+
+def _spots_of(name: str, tensor: Tensor) -> Iterator[Spot]:
+    """Yield one spot, or for a ShardedTensor one for each of its local shards."""
+    if not isinstance(tensor, ShardedTensor):
+        yield Spot(name, {0: tensor}, 0)
+        return
+    metadata, shards = tensor.metadata(), tensor.local_shards()
+    full_shape = tuple(metadata.size)
+    for shard in shards:
+        block = Block.rectangle(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
+        yield Spot(name, {0: shard.tensor}, 0, Region(full_shape, block))
+    if not shards:  # the slot must still be known here, as it is on the ranks that hold some of it
+        nothing = torch.empty((0,) * len(full_shape), dtype=metadata.tensor_properties.dtype, device=tensor._get_preferred_device())
+        yield Spot(name, {0: nothing}, 0, Region(full_shape, Block(((),) * len(full_shape))))
+
+
+def _spot_of_view(name: str, view: Tensor, full_shape: tuple[int, ...], offsets: tuple[int, ...]) -> Spot:
+    if not len(full_shape) == len(offsets) == view.dim():
+        raise LayoutMismatch(
+            "a view, its full shape and its offsets need the same number of dimensions",
+            slot=name, got=f"view {tuple(view.shape)}, full shape {full_shape}, offsets {offsets}",
+        )  # fmt: skip
+    ends = [offset + length for offset, length in zip(offsets, view.shape, strict=True)]
+    if min(offsets, default=0) < 0 or any(end > size for end, size in zip(ends, full_shape, strict=True)):
+        raise LayoutMismatch("the region leaves the slot", slot=name, expected=f"inside {full_shape}", got=f"{offsets} to {tuple(ends)}")
+    return Spot(name, {0: view}, 0, Region(full_shape, Block.rectangle(offsets, view.shape)))
+
+
+def _refuse_conflicts(name: str, regions: list[Region]) -> None:
+    shapes = sorted({region.full_shape for region in regions})
+    if len(shapes) > 1:
+        raise LayoutMismatch("the regions of a slot disagree on its full shape", slot=name, expected=shapes[0], got=shapes[1])
+    for one, other in combinations(regions, 2):
+        if one.block.overlaps(other.block):
+            raise LayoutMismatch("two regions of a slot overlap", slot=name, got=f"{one.block} and {other.block}")
