@@ -91,11 +91,11 @@ class FrameWriter:
         Raises:
             ValueError: the segment is not in the chunk, not behind the last one, or its arrays do not fit.
         """
-        count = len(positions)
+        count = positions.numel()
         if count:
             self._check(first, length, bits)
-            if not count == len(bits) <= length:
-                raise ValueError(f"{count} positions and {len(bits)} bit patterns in a segment of {length} elements")
+            if not count == bits.numel() <= length:
+                raise ValueError(f"{count} positions and {bits.numel()} bit patterns in a segment of {length} elements")
             index, value = choose_index(count, length), choose_value(bits, known)
             self._append((first, length, count), (index.number, value.number), index.encode(positions, length), value.encode(bits, known))
 
@@ -105,17 +105,17 @@ class FrameWriter:
         Raises:
             ValueError: the segment is not in the chunk or not behind the last one.
         """
-        for low in range(0, len(bits), _MOST_ELEMENTS):
+        for low in range(0, bits.numel(), _MOST_ELEMENTS):
             part = bits[low : low + _MOST_ELEMENTS]
-            self._check(first + low, len(part), part)
-            self._append((first + low, len(part), len(part)), (DENSE.number, RAW.number), None, RAW.encode(part, None))
+            self._check(first + low, part.numel(), part)
+            self._append((first + low, part.numel(), part.numel()), (DENSE.number, RAW.number), None, RAW.encode(part, None))
 
     def finish(self) -> Tensor:
         """Return the frame: uint8, a multiple of 8 bytes; of no bytes at all if nothing was added."""
         if not self._entries:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         table = np.array(self._entries, ENTRY).view(np.uint8)
-        size = HEAD.itemsize + len(table) + sum(len(stream) for stream in self._streams)
+        size = HEAD.itemsize + len(table) + sum(stream.numel() for stream in self._streams)
         head = heads.pack_head(self._head, size=size, segments=len(self._entries))
         start = torch.from_numpy(np.concatenate([head, table])).to(self._device)
         frame = torch.cat([start, *self._streams])
@@ -132,7 +132,7 @@ class FrameWriter:
             raise ValueError(f"a frame of width {self._head.width} takes {BITS[self._head.width]}, not {bits.dtype}")
 
     def _append(self, where: tuple[int, int, int], codecs: tuple[int, int], *streams: Tensor | None) -> None:
-        sizes = [0 if stream is None else len(stream) for stream in streams]
+        sizes = [0 if stream is None else stream.numel() for stream in streams]
         self._entries.append((*where, *sizes, *codecs, 0))
         for stream, size in zip(streams, sizes, strict=True):
             if stream is not None:
@@ -176,7 +176,7 @@ def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
     if frame.data_ptr() % 8 or frame.storage_offset() % 8:
         frame = frame.clone()
     start = frame[:_START_BYTES].cpu().numpy()
-    row = heads.unpack_head(start, len(frame))
+    row = heads.unpack_head(start, frame.numel())
     _check_sum(frame, row["checksum"])
     head = heads.head_of(row)
     heads.check_head(head, expect)
@@ -184,7 +184,7 @@ def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
 
 
 def _check_sum(frame: Tensor, claimed: int) -> None:
-    actual = int(kernels.on(frame.device).checksum(frame, CHECKSUM_WORD)) if len(frame) % 8 == 0 else None
+    actual = int(kernels.on(frame.device).checksum(frame, CHECKSUM_WORD)) if frame.numel() % 8 == 0 else None
     if actual != claimed:
         raise FrameError("a frame is damaged: its checksum is wrong", expected=claimed, got=actual, fix=AGAIN)
 
@@ -192,7 +192,7 @@ def _check_sum(frame: Tensor, claimed: int) -> None:
 def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead) -> list[_Entry]:
     """Check every number of the table; `start` are the first bytes of the frame on the host, where the table mostly lies."""
     at = HEAD.itemsize + segments * ENTRY.itemsize
-    if not HEAD.itemsize < at <= len(frame):
+    if not HEAD.itemsize < at <= frame.numel():
         raise FrameError("a frame has no room for its segments", expected="at least one, within the frame", got=segments, fix=AGAIN)
     if at > len(start):
         start = frame[:at].cpu().numpy()
@@ -204,13 +204,13 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
         if index not in INDEX_CODECS or value not in VALUE_CODECS or zero:
             raise _bad_segment(f"codecs {index}, {value}, {zero}", f"those of {sorted(INDEX_CODECS)}, {sorted(VALUE_CODECS)}, 0")
         middle, stop = at + _padded(index_bytes), at + _padded(index_bytes) + _padded(value_bytes)
-        if stop > len(frame):
-            raise _bad_segment(f"streams up to byte {stop}", f"a frame of {len(frame)} bytes")
+        if stop > frame.numel():
+            raise _bad_segment(f"streams up to byte {stop}", f"a frame of {frame.numel()} bytes")
         spans = slice(at, at + index_bytes), slice(middle, middle + value_bytes)
         entries.append(_Entry(first, length, count, INDEX_CODECS[index], VALUE_CODECS[value], *spans))
         border, at = first + length, stop
-    if at != len(frame):
-        raise _bad_segment(f"streams up to byte {at}", f"a frame of {len(frame)} bytes")
+    if at != frame.numel():
+        raise _bad_segment(f"streams up to byte {at}", f"a frame of {frame.numel()} bytes")
     return entries
 
 

@@ -117,7 +117,7 @@ def read_head(frame: Tensor) -> FrameHead:
         FrameError: it is not a frame of this format, or not all of it.
     """
     check_tensor(frame)
-    return head_of(unpack_head(frame[: HEAD.itemsize].cpu().numpy(), len(frame)))
+    return head_of(unpack_head(frame[: HEAD.itemsize].cpu().numpy(), frame.numel()))
 
 
 def check_tensor(frame: Tensor) -> None:

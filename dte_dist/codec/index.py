@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
+from dte_dist.codec.head import AGAIN
 from dte_dist.errors import FrameError
 
 __all__ = ["DENSE", "INDEX_CODECS", "IndexCodec", "Verdict", "check_size", "choose_index"]
@@ -120,5 +121,6 @@ def choose_index(count: int, length: int) -> IndexCodec:
 
 def check_size(name: str, stream: Tensor, size: int) -> None:
     """Raise FrameError unless a stream of the codec `name` has `size` bytes."""
-    if len(stream) != size:
-        raise FrameError(f"a stream of codec {name} has the wrong size", expected=f"{size} bytes", got=f"{len(stream)} bytes")
+    if stream.numel() != size:
+        what = f"a stream of codec {name} has the wrong size"
+        raise FrameError(what, expected=f"{size} bytes", got=f"{stream.numel()} bytes", fix=AGAIN)

@@ -54,7 +54,7 @@ def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bit
 
 def read(flat: Flat, begin: int, out: Tensor) -> None:
     """Copy elements [begin, begin + len(out)) of `flat` to `out`, bits of the width of `flat`."""
-    end = begin + len(out)
+    end = begin + out.numel()
     _check_range(flat, begin, end)
     addresses, _alive = _readable(flat, begin, end)
     loops.copy(flat.width, flat.starts, addresses, begin, end, _address(out, width=flat.width), False)
@@ -62,7 +62,7 @@ def read(flat: Flat, begin: int, out: Tensor) -> None:
 
 def write(flat: Flat, begin: int, bits: Tensor) -> None:
     """Copy `bits`, of the width of `flat`, to its elements [begin, begin + len(bits)); the tensors' version counters move."""
-    end = begin + len(bits)
+    end = begin + bits.numel()
     _check_range(flat, begin, end)
     loops.copy(flat.width, flat.starts, flat.addresses, begin, end, _address(bits, width=flat.width), True)
     if begin == end:
@@ -72,7 +72,7 @@ def write(flat: Flat, begin: int, bits: Tensor) -> None:
     for index in flat.strided:
         low, high = max(begin, int(flat.starts[index])), min(end, int(flat.starts[index + 1]))
         if low < high:
-            torch_ops.write_part(flat.view(index), low - int(flat.starts[index]), bits[low - begin : high - begin])
+            torch_ops.write_part(flat, index, low - int(flat.starts[index]), bits[low - begin : high - begin])
 
 
 def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
@@ -86,7 +86,7 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
     Raises:
         IndexError: a position is outside `flat`; those before it have been written.
     """
-    count = len(positions)
+    count = positions.numel()
     touched = np.zeros(len(flat.tensors), np.bool_)
     done = loops.scatter(
         SAMPLES[bits.dtype], _COUNTERS[positions.dtype], flat.width, flat.starts, flat.addresses,
@@ -98,7 +98,7 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
         if touched[index]:
             low, high = int(flat.starts[index]), int(flat.starts[index + 1])
             here = (positions[:done] >= low) & (positions[:done] < high)
-            torch_ops.put_into(flat.view(index), positions[:done][here] - low, bits[:done][here])
+            torch_ops.put_into(flat, index, positions[:done][here] - low, bits[:done][here])
     _check_done(done, positions, len(flat))
 
 
@@ -108,12 +108,12 @@ def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
     Raises:
         IndexError: a position is outside the array; those before it have been written.
     """
-    count = len(positions)
+    count = positions.numel()
     done = loops.put(
-        SAMPLES[array.dtype], _COUNTERS[positions.dtype], _address(array), len(array),
+        SAMPLES[array.dtype], _COUNTERS[positions.dtype], _address(array), array.numel(),
         _address(positions), _address(bits, count, array.dtype), count,
     )  # fmt: skip
-    _check_done(done, positions, len(array))
+    _check_done(done, positions, array.numel())
 
 
 def gather(array: Tensor, positions: Tensor) -> Tensor:
@@ -122,11 +122,11 @@ def gather(array: Tensor, positions: Tensor) -> Tensor:
     Raises:
         IndexError: a position is outside the array.
     """
-    out = array.new_empty(len(positions))
+    out = array.new_empty(positions.numel())
     done = loops.gather(
-        SAMPLES[array.dtype], _COUNTERS[positions.dtype], _address(array), len(array), _address(positions), out.data_ptr(), len(out)
+        SAMPLES[array.dtype], _COUNTERS[positions.dtype], _address(array), array.numel(), _address(positions), out.data_ptr(), out.numel()
     )
-    _check_done(done, positions, len(array))
+    _check_done(done, positions, array.numel())
     return out
 
 
@@ -137,7 +137,7 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
         >>> encode_u16(torch.tensor([1, 65536], dtype=torch.int32), 70000).tolist()
         [1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
     """
-    count, blocks = len(positions), -(-length // _BLOCK)
+    count, blocks = positions.numel(), -(-length // _BLOCK)
     stream = torch.empty(4 * blocks + 2 * count, dtype=torch.uint8)
     loops.encode_u16(_address(positions, dtype=torch.int32), count, blocks, stream.data_ptr())
     return stream
@@ -150,21 +150,21 @@ def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bo
         False if the size of the stream, its counts or the order of its positions are not sound; safe for any bytes.
     """
     blocks = -(-length // _BLOCK)
-    if len(stream) != 4 * blocks + 2 * count:
+    if stream.numel() != 4 * blocks + 2 * count:
         return False
     return loops.decode_u16(_address(stream, dtype=torch.uint8), count, blocks, length, _address(positions, count, torch.int32))
 
 
 def sorted_below(positions: Tensor, length: int) -> bool:
     """Return whether positions (int32 or int64) strictly increase within [0, length)."""
-    return loops.sorted_below(_COUNTERS[positions.dtype], _address(positions), len(positions), length)
+    return loops.sorted_below(_COUNTERS[positions.dtype], _address(positions), positions.numel(), length)
 
 
 def checksum(frame: Tensor, skip: int = -1) -> int:
     """Return 64 bits, as a signed int, over the 8-byte words of a uint8 tensor; word number `skip` counts as zero."""
-    words, rest = divmod(len(frame), 8)
+    words, rest = divmod(frame.numel(), 8)
     if rest:
-        raise ValueError(f"a checksum needs whole words of 8 bytes, not {len(frame)} bytes")
+        raise ValueError(f"a checksum needs whole words of 8 bytes, not {frame.numel()} bytes")
     return int(np.uint64(loops.checksum(_address(frame, dtype=torch.uint8), words, skip)).astype(np.int64))
 
 
@@ -191,7 +191,7 @@ class _One:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensors = (tensor,)
-        self.starts = np.array([0, len(tensor)])
+        self.starts = np.array([0, tensor.numel()])
         self.addresses = np.array([tensor.data_ptr()])
         self.strided: tuple[int, ...] = ()
         self.width = tensor.element_size()
@@ -209,7 +209,7 @@ class _One:
 def _address(tensor: Tensor, least: int = 0, dtype: torch.dtype | None = None, *, width: int | None = None) -> int:
     """Return where a tensor lies, having checked that a loop may treat it as `least` contiguous elements of this dtype or width."""
     fits = tensor.dtype == dtype if dtype is not None else width is None or tensor.element_size() == width
-    if not (fits and tensor.is_cpu and tensor.dim() == 1 and tensor.is_contiguous() and len(tensor) >= least):
+    if not (fits and tensor.is_cpu and tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() >= least):
         wanted = dtype or (f"{width}-byte elements" if width else tensor.dtype)
         raise ValueError(f"expected >= {least} contiguous {wanted} on the CPU in one dimension, got {tensor.dtype}{list(tensor.shape)}")
     return tensor.data_ptr()
@@ -221,7 +221,7 @@ def _check_range(flat: Flat, begin: int, end: int) -> None:
 
 
 def _check_done(done: int, positions: Tensor, length: int) -> None:
-    if done < len(positions):
+    if done < positions.numel():
         raise IndexError(f"position {int(positions[done])} is not within [0, {length})")
 
 

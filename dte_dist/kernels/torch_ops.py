@@ -4,7 +4,7 @@ On an accelerator the host must not wait for the device more than it has to. So 
 tensors of no dimension, and nothing here depends on what is in the data, except how many changes `diff` found and
 which tensors a `scatter` touches: each of these waits once a call.
 
-`read_part`, `write_part` and `put_into` work on one tensor of any strides; `kernels.cpu` uses them for tensors without an address.
+`read_part`, `write_part` and `put_into` work on one tensor of any strides; `kernels.cpu` uses them for those without an address.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bit
     """Compare elements [begin, end) of `flat` with `known`; write positions and bits and return how many differ. Waits once."""
     live = _live(flat, begin, end)
     changed = torch.nonzero(live != known).view(-1)
-    count = len(changed)
+    count = changed.numel()
     positions[:count] = changed
     bits[:count] = live[changed]
     return count
@@ -40,14 +40,14 @@ def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bit
 
 def read(flat: Flat, begin: int, out: Tensor) -> None:
     """Copy elements [begin, begin + len(out)) of `flat` to `out`."""
-    out.copy_(_live(flat, begin, begin + len(out)))
+    out.copy_(_live(flat, begin, begin + out.numel()))
 
 
 def write(flat: Flat, begin: int, bits: Tensor) -> None:
     """Copy `bits` to elements [begin, begin + len(bits)) of `flat`."""
     done = 0
-    for index, low, high in flat.spans(begin, begin + len(bits)):
-        write_part(flat.view(index), low, bits[done : done + high - low])
+    for index, low, high in flat.spans(begin, begin + bits.numel()):
+        write_part(flat, index, low, bits[done : done + high - low])
         done += high - low
 
 
@@ -64,16 +64,17 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
         positions, order = positions.sort()
         bits = bits[order]
         bounds = torch.searchsorted(positions, starts).tolist()
-    if bounds[0] != 0 or bounds[-1] != len(positions):
+    if bounds[0] != 0 or bounds[-1] != positions.numel():
         raise IndexError(f"positions are not all within [0, {len(flat)})")
     for index in np.flatnonzero(np.diff(bounds)).tolist():
         here = slice(bounds[index], bounds[index + 1])
-        put_into(flat.view(index), positions[here] - int(flat.starts[index]), bits[here])
+        put_into(flat, index, positions[here] - int(flat.starts[index]), bits[here])
 
 
 def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
     """Write each bit pattern to its position in one contiguous array; a position outside it is an error of the device."""
-    put_into(array, positions.to(torch.int64), bits)
+    with torch.inference_mode(array.is_inference()):
+        array.index_copy_(0, positions.to(torch.int64), bits)
 
 
 def gather(array: Tensor, positions: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
 def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bool | Tensor:
     """Read what `encode_u16` wrote into `positions`. Return whether the stream is sound; safe for any bytes."""
     blocks = _blocks(length)
-    if len(stream) != 4 * blocks + 2 * count:
+    if stream.numel() != 4 * blocks + 2 * count:
         return False
     counts, offsets = stream[: 4 * blocks].view(torch.int32), stream[4 * blocks :].view(torch.uint16)
     ends = counts.cumsum(0, dtype=torch.int64)
@@ -110,7 +111,7 @@ def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bo
 
 def sorted_below(positions: Tensor, length: int) -> Tensor:
     """Return whether positions strictly increase within [0, length)."""
-    if not len(positions):
+    if not positions.numel():
         return torch.ones((), dtype=torch.bool, device=positions.device)
     first, last = positions[0].to(torch.int64), positions[-1].to(torch.int64)
     return (positions[1:] > positions[:-1]).all() & (first >= 0) & (last < length)
@@ -118,10 +119,10 @@ def sorted_below(positions: Tensor, length: int) -> Tensor:
 
 def checksum(frame: Tensor, skip: int = -1) -> Tensor:
     """Return 64 bits over the 8-byte words of a uint8 tensor, as an int64 tensor of no dimension; word `skip` counts as zero."""
-    if len(frame) % 8:
-        raise ValueError(f"a checksum needs whole words of 8 bytes, not {len(frame)} bytes")
+    if frame.numel() % 8:
+        raise ValueError(f"a checksum needs whole words of 8 bytes, not {frame.numel()} bytes")
     words = (frame if frame.data_ptr() % 8 == 0 and frame.storage_offset() % 8 == 0 else frame.clone()).view(torch.int64)
-    mixed = torch.arange(1, len(words) + 1, device=frame.device).mul_(_FIRST)
+    mixed = torch.arange(1, words.numel() + 1, device=frame.device).mul_(_FIRST)
     if skip < 0:
         mixed += words
     else:
@@ -133,29 +134,37 @@ def checksum(frame: Tensor, skip: int = -1) -> Tensor:
 
 
 def read_part(view: Tensor, low: int, high: int) -> Tensor:
-    """Return elements [low, high), in row-major order, of one tensor of any strides: a view of it if it is contiguous."""
+    """Return elements [low, high), in row-major order, of one tensor of any strides, contiguous: a view if the tensor is."""
     rows, at = _around(view, low, high)
-    return rows.reshape(-1)[at : at + high - low]
+    return rows.contiguous().view(-1)[at : at + high - low]
 
 
-def write_part(view: Tensor, low: int, bits: Tensor) -> None:
-    """Copy `bits` to elements [low, low + len(bits)), in row-major order, of one tensor of any strides."""
-    rows, at = _around(view, low, low + len(bits))
-    if rows.numel() != len(bits):
+def write_part(flat: Flat, index: int, low: int, bits: Tensor) -> None:
+    """Copy `bits` to elements [low, low + len(bits)), in row-major order, of tensor `index`, of any strides."""
+    view = _writable(flat, index)
+    rows, at = _around(view, low, low + bits.numel())
+    if rows.numel() != bits.numel():
         merged = rows.flatten().clone()
-        merged[at : at + len(bits)] = bits
+        merged[at : at + bits.numel()] = bits
         bits = merged
     with torch.inference_mode(view.is_inference()):
         rows.copy_(bits.view(rows.shape))
 
 
-def put_into(view: Tensor, positions: Tensor, bits: Tensor) -> None:
-    """Write each bit pattern to its position (int64, in row-major order) of one tensor of any strides."""
+def put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
+    """Write each bit pattern to its position (int64, in row-major order) of tensor `index`, of any strides."""
+    view = _writable(flat, index)
     with torch.inference_mode(view.is_inference()):
         if view.is_contiguous():
             view.view(-1).index_copy_(0, positions, bits)
         else:
             view.index_put_(torch.unravel_index(positions, view.shape), bits)
+
+
+def _writable(flat: Flat, index: int) -> Tensor:
+    """Return a view that moves the version counter of its tensor when written: one made in inference mode has its own."""
+    with torch.inference_mode(False):
+        return flat.view(index)
 
 
 def _around(view: Tensor, low: int, high: int) -> tuple[Tensor, int]:
