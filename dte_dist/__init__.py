@@ -1,1 +1,40 @@
 """dte_dist: the collective that keeps rollout ranks bit-identical to training ranks by moving only changed elements."""
+
+from dte_dist.change.snapshot import Detector
+from dte_dist.collectives import DeltaWork, close, delta_broadcast
+from dte_dist.errors import (
+    ApplyFailed,
+    ChannelClosed,
+    DeltaError,
+    FrameError,
+    LayoutMismatch,
+    PeerLost,
+    SyncFailed,
+    VersionError,
+    VersionGap,
+    VersionReplay,
+    VersionRestart,
+)
+from dte_dist.layout import Layout, ShardSpec
+from dte_dist.report import SyncReport
+
+__all__ = [
+    "ApplyFailed",
+    "ChannelClosed",
+    "DeltaError",
+    "DeltaWork",
+    "Detector",
+    "FrameError",
+    "Layout",
+    "LayoutMismatch",
+    "PeerLost",
+    "ShardSpec",
+    "SyncFailed",
+    "SyncReport",
+    "VersionError",
+    "VersionGap",
+    "VersionReplay",
+    "VersionRestart",
+    "close",
+    "delta_broadcast",
+]

@@ -23,6 +23,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch import Tensor
 from dte_dist.codec import FrameHead
 from dte_dist.collectives.opening import Agreement, raise_together
 from dte_dist.collectives.options import Options
+from dte_dist.collectives.work import DeltaWork
 from dte_dist.engine.control import NONE, REASONS, ControlRow, Decision, decide
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
@@ -42,6 +44,7 @@ from dte_dist.transport.relay import Relay
 __all__ = ["Channel", "Prepared"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -79,7 +82,9 @@ class Channel:
         self.options, self.agreement = options, agreement
         self.source, self.receiver = source, receiver
         self._control, self._relay, self._schedule = control, relay, schedule
+        self.rank = control.rank
         self.broken: str | None = None
+        self._work: DeltaWork | None = None
 
     def close(self, why: str = "it was closed") -> None:
         """Drop the groups; peers that wait on them fail."""
@@ -88,11 +93,19 @@ class Channel:
             self._control.close()
             self._relay.close()
 
+    def start(self, prepared: Prepared) -> DeltaWork:
+        """Run the rest of a sync in the background."""
+        self._work = DeltaWork(lambda: self.run(prepared))
+        return self._work
+
     # Phase 1 ---------------------------------------------------------------------------------------------------------
 
     def prepare(self, version: int | None, mode: str, check: Callable[[], None]) -> Prepared:
         """Look at the live tensors; `check` raises if the call's arguments make no sense. Raises nothing itself."""
         phases, begin = Phases(), time.perf_counter()
+        if self._work is not None:
+            with phases("wait"):
+                self._work.join()
         error: Exception | None = None
         reason = self._full_reason(mode)
         try:
@@ -162,7 +175,7 @@ class Channel:
             self._stream_delta(decision, sizes, traffic, phases)
             self._vote(phases)
         elif self.source is not None:
-            self.source.settle()
+            self.source.detach()
         error = self._apply(decision, phases) if decision.followers else None
         if decision.seeded:
             self._stream_seed(decision, traffic, phases)
@@ -270,9 +283,9 @@ class Channel:
                 self.source.commit(decision.version, decision.stream, full=True)
 
     def _is_in(self, ranks: Sequence[int]) -> bool:
-        return self._control.rank in ranks
+        return self.rank in ranks
 
-    def _agreed[T](self, call: Callable[[], T]) -> T:
+    def _agreed(self, call: Callable[[], _T]) -> _T:
         """Call something that raises on every rank or on none; mark its error as one that leaves the channel usable."""
         try:
             return call()
@@ -283,13 +296,11 @@ class Channel:
 
     def _report(self, prepared: Prepared, decision: Decision, rows: Sequence[ControlRow], traffic: _Traffic) -> SyncReport:
         model = self.agreement.model
-        elements = {slot.name: int(np.prod(slot.shape, dtype=np.int64)) for slot in model.slots}
-        total = sum(elements.values())
         report = SyncReport(
             version=decision.version, base_version=None if decision.base == NONE else decision.base,
             kind="full" if decision.is_full else "delta", reason=decision.reason,
-            changed=total if decision.is_full else sum(row.changed for row in rows), total=total,
-            wire_bytes=traffic.wire, gather_bytes=traffic.gather, dense_bytes=sum(elements[slot.name] * slot.width for slot in model.slots),
+            changed=model.numel if decision.is_full else sum(row.changed for row in rows), total=model.numel,
+            wire_bytes=traffic.wire, gather_bytes=traffic.gather, dense_bytes=model.nbytes,
             frames=traffic.frames, seeded=decision.seeded, seconds=time.perf_counter() - prepared.begin, phases=dict(prepared.phases.seconds),
         )  # fmt: skip
         _log.info("%s", report)

@@ -74,7 +74,6 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
         LayoutMismatch: something is placed in a way that cannot be handled.
         ValueError: an option makes no sense.
     """
-    options.check()
     layout = layout_of(module, options)
     other = None if into is None else layout_of(into, options)
     head = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,19 +13,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.change.snapshot import Detector
-from dte_dist.layout import Layout, Manifest
+from dte_dist.layout import Layout, Manifest, Rename, Select
 from dte_dist.plan.model_map import WireTypes
 
-__all__ = ["Options", "Ranks", "WireDtype", "check_version", "wire_types"]
+__all__ = ["Options", "Ranks", "WireDtype", "check_call", "group_ranks", "layout_of", "wire_types"]
 
 Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them: one, several, or those of a mesh."""
 
 WireDtype = torch.dtype | Mapping[str, torch.dtype] | Callable[[str, torch.dtype], torch.dtype] | str
 """Dtypes on the wire as a caller names them; see `delta_broadcast`."""
-
-Select = Callable[[str], bool] | Sequence[str]
-Rename = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,16 +33,18 @@ class Options:
         sources: group ranks as said by the caller, first the root; None for the default.
         bucket_bytes, anchor_interval, timeout: compared between ranks when the channel opens.
         wire_dtype, select, rename, detector: each rank's own; their effect is compared.
+        into: what this rank receives into, if not the module.
     """
 
-    sources: tuple[int, ...] | None
-    bucket_bytes: int
-    anchor_interval: int | None
-    timeout: timedelta
-    wire_dtype: WireDtype | None
-    select: Select | None
-    rename: Rename | None
-    detector: Detector | None
+    sources: tuple[int, ...] | None = None
+    bucket_bytes: int = 16 << 20
+    anchor_interval: int | None = None
+    timeout: timedelta = timedelta(minutes=10)
+    wire_dtype: WireDtype | None = None
+    select: Select = None
+    rename: Rename = None
+    detector: Detector | None = None
+    into: weakref.ref[Any] | None = None
 
     def shared(self) -> dict[str, Any]:
         """Return what all ranks must say alike, as JSON values."""
@@ -55,14 +55,13 @@ class Options:
             "timeout": self.timeout.total_seconds(),
         }
 
-    def check(self) -> None:
-        """Raise ValueError for a value that makes no sense."""
+    def __post_init__(self) -> None:
         if not isinstance(self.bucket_bytes, int) or not 64 <= self.bucket_bytes <= 1 << 30:
             raise ValueError(f"bucket_bytes must be between 64 and 2^30, got {self.bucket_bytes!r}")
         if self.anchor_interval is not None and (not isinstance(self.anchor_interval, int) or self.anchor_interval < 1):
             raise ValueError(f"anchor_interval must be a positive number of deltas or None, got {self.anchor_interval!r}")
-        if self.timeout <= timedelta(0):
-            raise ValueError(f"timeout must be positive, got {self.timeout}")
+        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, got {self.timeout!r}")
         if isinstance(self.wire_dtype, str) and self.wire_dtype != "receiver":
             raise ValueError(f'wire_dtype must be a dtype, a mapping, a function or "receiver", got {self.wire_dtype!r}')
 
@@ -103,10 +102,12 @@ def _numbers(ranks: Any) -> list[int]:
     return [ranks] if isinstance(ranks, int) else [int(rank) for rank in ranks]
 
 
-def check_version(version: Any) -> None:
-    """Raise ValueError unless a version is None or a positive int."""
+def check_call(version: Any, mode: Any) -> None:
+    """Raise ValueError unless a version is None or a positive int, and a mode is known."""
     if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 1):
         raise ValueError(f"version must be a positive int or None, got {version!r}")
+    if mode not in ("delta", "full"):
+        raise ValueError(f'mode must be "delta" or "full", got {mode!r}')
 
 
 def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
@@ -140,7 +141,7 @@ def layout_of(module: torch.nn.Module | Layout, options: Options) -> Layout:
         ValueError: it is neither a module nor a layout.
     """
     if isinstance(module, Layout):
-        return module
+        return weakref.proxy(module)  # type: ignore[no-any-return]  # the channel must not keep alive what it is found by
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
     return Layout.from_module(module, select=options.select, rename=options.rename)

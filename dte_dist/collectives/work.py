@@ -53,6 +53,10 @@ class DeltaWork(dist.Work):
         """Return the error that ended the sync, None if there is none (yet)."""
         return self._error
 
+    def join(self) -> None:
+        """Wait for the end without asking how it went: the next sync of the channel does."""
+        self._done.wait()
+
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """Wait for the end and return the `SyncReport`.
 

@@ -66,7 +66,8 @@ class ControlRow:
         return cls(*row[:fields].tolist()), row[fields:].tolist()
 
 
-REASONS: Final = ("", "first sync", "mode", "anchor", "sources restarted", "sources differ")
+REASONS: Final = ("", "first sync", "mode", "anchor")
+"""Why a source prepares a full sync."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,12 @@ class SourceState:
             writer.add_dense(first, self._known().bits[chunk.width][first : first + length])
         return writer.finish()
 
-    def settle(self) -> None:
+    def detach(self) -> None:
+        """Take over the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
+        self.chain.version = NONE
+        self._settle()
+
+    def _settle(self) -> None:
         """Write the prepared delta into the snapshot, which then holds the live bits of `prepare`."""
         for number, frames in enumerate(self._pending or ()):
             for frame in frames:
@@ -135,7 +140,7 @@ class SourceState:
 
     def commit(self, version: int, stream: int, *, full: bool) -> None:
         """Move to `version`: the receivers have what was prepared, and the snapshot takes it over."""
-        self.settle()
+        self._settle()
         self.chain.version, self.chain.stream = version, stream
         self.chain.deltas = 0 if full else self.chain.deltas + 1
 

@@ -15,7 +15,13 @@
 | `decode_u16(stream, count, length, positions) -> bool` | the reverse; False if the counts or the order are not sound |
 | `sorted_below(positions, length) -> bool` | strictly increasing, none negative, none >= length |
 | `checksum(frame, skip) -> int` | 64 bits over all 8-byte words; word number `skip` counts as zero |
+
+`remaps_on(device)` returns the two that need a table of translation (`plan.Remap`), from `kernels.cpu_remap` or `kernels.torch_remap`:
+
+| function | does |
+|---|---|
 | `translate(remap, first, positions, bits) -> (positions, bits)` | positions `first + p` of a source's flat space into a receiver's, dropping what it does not hold |
+| `place(remap, first, bits, flat)` | copy dense bits of a source's positions from `first` on to where `flat`, a receiver's space, holds them |
 
 `flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width. Bits are uint8, int16,
 int32 or int64 by width; positions are int32, and where they count in a whole flat space (`scatter`, `put`, `gather`,
@@ -38,7 +44,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Flat", "on", "warm"]
+__all__ = ["Flat", "Tables", "on", "remaps_on", "warm"]
 
 
 class Flat(Protocol):
@@ -60,6 +66,35 @@ class Flat(Protocol):
     def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]: ...
 
 
+class Tables(Protocol):
+    """What the kernels use of `plan.Remap`, which stands above them and is described there."""
+
+    @property
+    def begin(self) -> np.ndarray: ...
+    @property
+    def end(self) -> np.ndarray: ...
+    @property
+    def shift(self) -> np.ndarray: ...
+    @property
+    def axis(self) -> np.ndarray: ...
+    @property
+    def extent(self) -> np.ndarray: ...
+    @property
+    def stride(self) -> np.ndarray: ...
+    @property
+    def segment(self) -> np.ndarray: ...
+    @property
+    def low(self) -> np.ndarray: ...
+    @property
+    def high(self) -> np.ndarray: ...
+    @property
+    def target(self) -> np.ndarray: ...
+    @property
+    def origin(self) -> np.ndarray: ...
+
+    def tables(self) -> tuple[np.ndarray, ...]: ...
+
+
 def on(device: torch.device | str) -> ModuleType:
     """Return the module of kernels for tensors of a device.
 
@@ -70,6 +105,11 @@ def on(device: torch.device | str) -> ModuleType:
         'dte_dist.kernels.cpu'
     """
     return _module("cpu" if torch.device(device).type == "cpu" else "torch_ops")
+
+
+def remaps_on(device: torch.device | str) -> ModuleType:
+    """Return the module of the kernels `translate` and `place` for tensors of a device."""
+    return _module("cpu_remap" if torch.device(device).type == "cpu" else "torch_remap")
 
 
 @cache
@@ -85,4 +125,5 @@ def warm(widths: Iterable[int]) -> None:
     Example:
         >>> warm([2, 4])
     """
-    on("cpu").warm(widths)
+    for module in (on("cpu"), remaps_on("cpu")):
+        module.warm(widths)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from dte_dist.kernels import Flat, Tables, remap_loops
 from dte_dist.kernels import torch_remap as fallback
-from dte_dist.kernels.cpu import _SAMPLES as SAMPLES
-from dte_dist.kernels.cpu import _bump as bump
+from dte_dist.kernels.cpu import SAMPLES, _One, bump
 
-__all__ = ["place", "translate"]
+__all__ = ["place", "translate", "warm"]
 
 
 def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,3 +47,27 @@ def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
         remap.tables(), entry, flat.width, first, len(bits), bits.data_ptr(), flat.starts, flat.addresses, touched
     )
     bump(flat, np.flatnonzero(touched))
+
+
+def warm(widths: Iterable[int]) -> None:
+    """Compile every loop of translation for these widths by running it on one element."""
+    wanted = set(widths)
+    for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
+        bits = torch.zeros(1, dtype=dtype)
+        translate(_Identity(), 0, torch.zeros(1, dtype=torch.int32), bits)
+        place(_Identity(), 0, bits, _One(bits.clone()))
+
+
+class _Identity:
+    """Tables that leave one position where it is, to warm the loops with."""
+
+    def __init__(self) -> None:
+        zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
+        self.begin, self.end, self.shift, self.axis = zero, zero + 1, zero, np.zeros(2, np.int64)
+        self.extent, self.stride, self.segment, self.low, self.high, self.target, self.origin = none, none, zero, none, none, none, zero
+
+    def tables(self) -> tuple[np.ndarray, ...]:
+        return (
+            self.begin, self.end, self.shift, self.axis, self.extent, self.stride, self.segment,
+            self.low, self.high, self.target, self.origin,
+        )  # fmt: skip

@@ -79,6 +79,7 @@ class ModelMap:
 
     Attributes:
         slots: sorted by name.
+        numel, nbytes: elements, and bytes on the wire, of all slots.
         source_spaces: by group rank, by width: the blocks this rank contributes.
         receiver_spaces: by group rank, by width: the blocks this rank holds.
 
@@ -91,6 +92,8 @@ class ModelMap:
         self._index: dict[str, int] = {}
         self.slots = self._slots_of(sources, receivers)
         self._index = {slot.name: index for index, slot in enumerate(self.slots)}
+        self.numel = sum(prod(slot.shape) for slot in self.slots)
+        self.nbytes = sum(prod(slot.shape) * slot.width for slot in self.slots)
         for ranks, holding in _distinct(receivers):
             self._check_receiver(ranks, holding)
         widths = {index: slot.width for index, slot in enumerate(self.slots)}

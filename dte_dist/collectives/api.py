@@ -1,0 +1,126 @@
+"""The face of dte_dist: calls in the manner of c10d."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dte_dist.change.snapshot import Detector
+from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.channels import find_or_open
+from dte_dist.collectives.options import Options, Ranks, WireDtype, check_call, group_ranks
+from dte_dist.collectives.work import DeltaWork
+from dte_dist.layout import Layout, Rename, Select
+from dte_dist.report import SyncReport
+
+__all__ = ["delta_broadcast"]
+
+Module = torch.nn.Module | Layout
+
+_BUCKET_BYTES = 16 << 20
+_TIMEOUT = timedelta(minutes=10)
+
+
+@overload
+def delta_broadcast(
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ..., **options: Any
+) -> SyncReport: ...
+@overload
+def delta_broadcast(
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[True] = ..., **options: Any
+) -> DeltaWork: ...
+def delta_broadcast(
+    module: Module,
+    group: ProcessGroup | None = None,
+    src: Ranks | None = None,
+    async_op: bool = False,
+    *,
+    group_src: Ranks | None = None,
+    version: int | None = None,
+    mode: Literal["delta", "full"] = "delta",
+    into: Module | None = None,
+    wire_dtype: WireDtype | None = None,
+    select: Select = None,
+    rename: Rename = None,
+    detector: Detector | None = None,
+    anchor_interval: int | None = None,
+    bucket_bytes: int = _BUCKET_BYTES,
+    timeout: timedelta | float = _TIMEOUT,
+) -> SyncReport | DeltaWork:
+    """Make the receivers' copy of a module bit-identical to the sources', moving only what changed since the last call.
+
+    A collective: every rank of `group` must call, each with its own module; the modules may be sharded quite
+    differently. The first call opens a channel and seeds the receivers with everything. Each later call raises the version.
+
+    Args:
+        module: on sources the trained module, on receivers the copy; any mixture of plain tensors and DTensors. A `Layout`
+            describes weights that are no module.
+        group: process group of sources and receivers; None is the world.
+        src: the sources, as ranks of the world (one, several, or a DeviceMesh), the first being the root that relays. Default:
+            the ranks that share a mesh with rank 0 of the group; rank 0 alone if its module has no mesh.
+        async_op: return a `DeltaWork` as soon as the bits to send are safe from the optimizer.
+        group_src: the sources as ranks of the group, instead of `src`.
+        version: number of the version this call makes, greater than the last; default: the last plus one. All sources must
+            agree; receivers may leave it out.
+        mode: "delta", or "full" to send everything.
+        into: on a rank that is both, the module to receive into. On a mere receiver it stands for `module`.
+        wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One dtype for all
+            floating-point tensors, a mapping by name, a function of (name, dtype), or "receiver": whatever the receivers hold.
+            Default: the dtype of the sources.
+        select: names to sync, as fnmatch patterns or a function of the name. A receiver that passes it may hold part of the model.
+        rename: function from this rank's names to the names all ranks agree on.
+        detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`.
+        anchor_interval: send everything after so many deltas.
+        bucket_bytes: bytes that travel at once; a source and a receiver each hold two buckets.
+        timeout: seconds (or timedelta) that any one wait for another rank may take.
+
+    Returns:
+        A `SyncReport`, or with async_op a `DeltaWork` whose `wait` returns it.
+
+    Raises:
+        ValueError: an argument makes no sense; on every rank.
+        LayoutMismatch: the ranks do not describe the same model, or disagree on an option; on every rank.
+        VersionError: the version is not newer; on every rank.
+        PeerLost: a rank died or did not answer; on every survivor. Call again with a group of the survivors.
+        DeltaError: anything else that went wrong on some rank; on every rank. No live weight and no snapshot has moved.
+
+    Example:
+        >>> report = dte_dist.delta_broadcast(module, group)
+        >>> print(report)
+        v7 -> v8 delta: 10 of 1,000 changed (1.00 %), 96 B to each receiver (dense 2.0 kB, 20.8x), 2 frames, 10.0 ms
+    """
+    pg = dist.group.WORLD if group is None else group
+    if pg is None or dist.get_rank(pg) < 0:
+        raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
+    options, error = Options(), None
+    try:  # whatever is wrong with the call on this rank is raised on all ranks
+        check_call(version, mode)
+        options = Options(
+            group_ranks(src, group_src, pg), bucket_bytes, anchor_interval, _timedelta(timeout), wire_dtype, select, rename, detector,
+            None if into is None else weakref.ref(into),
+        )  # fmt: skip
+    except Exception as caught:
+        error = caught
+    channel = find_or_open(module, pg, into, options, error)
+    prepared = channel.prepare(version, mode, lambda: _check(channel, options, error))
+    return channel.start(prepared) if async_op else channel.run(prepared)
+
+
+def _timedelta(timeout: timedelta | float) -> timedelta:
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+
+
+def _check(channel: Channel, options: Options, error: Exception | None) -> None:
+    """Raise what is wrong with a call on an open channel."""
+    if error is not None:
+        raise error
+    different = channel.options.differences(options)
+    if different:
+        raise ValueError(
+            f"{', '.join(different)} differ from the call that opened the channel: pass the same, or call dte_dist.close(module, group) on every rank first"
+        )

@@ -1,0 +1,197 @@
+"""Which channels are open, and how one opens.
+
+Channels belong to their module: they are found by (module, group), and go when the module goes or `close` is called. What a
+rank held in a channel that broke waits under the module for the next channel, so that receivers at the right version go on
+without a seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dte_dist import kernels
+from dte_dist.change.snapshot import Snapshot
+from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
+from dte_dist.collectives.options import Options
+from dte_dist.engine.receiver import ReceiverState
+from dte_dist.engine.source import Chain, SourceState
+from dte_dist.errors import PeerLost
+from dte_dist.layout import Layout
+from dte_dist.plan.model_map import ModelMap
+from dte_dist.plan.schedule import Schedule
+from dte_dist.transport.groups import Membership, Wire
+from dte_dist.transport.relay import Relay
+
+__all__ = ["close", "find_or_open"]
+
+Model = torch.nn.Module | Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """What a broken channel leaves behind on one rank.
+
+    Attributes:
+        source: chain, snapshot and the digest of the pieces it covers; None on a rank that was no source.
+        receiver: chain of the live copy; None on a rank that was no receiver.
+    """
+
+    source: tuple[Chain, Snapshot | None, bytes] | None
+    receiver: Chain | None
+
+
+_channels: weakref.WeakKeyDictionary[Any, dict[Any, Channel]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+
+
+def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
+    """Return the open channel of (module, group), or open one; opening is collective.
+
+    Args:
+        module, group, into, options: of the call.
+        error: what is wrong with the call, to be raised on all ranks.
+
+    Raises:
+        LayoutMismatch, ValueError: on every rank, if a call makes no sense or the ranks do not agree.
+        PeerLost: a rank did not come.
+    """
+    mine = _channels.get(module)
+    if mine is None:
+        mine = _channels[module] = {}
+        weakref.finalize(module, _close_all, mine).atexit = False
+    for other, channel in list(mine.items()):
+        if channel.broken is not None or _is_gone(other):
+            _kept[module] = _keep(channel)
+            mine.pop(other).close("its group is gone")
+    if group not in mine:
+        mine[group] = _open(module, group, into, options, error)
+    return mine[group]
+
+
+def _close_all(channels: dict[Any, Channel]) -> None:
+    for channel in channels.values():
+        channel.close("its module is gone")
+
+
+def _is_gone(group: dist.ProcessGroup) -> bool:
+    """Return whether the user has destroyed a group."""
+    try:
+        return dist.get_rank(group) < 0
+    except (ValueError, RuntimeError):
+        return True
+
+
+def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
+    """Close the channel of (module, group) on this rank and forget what it held; call on every rank.
+
+    The next `delta_broadcast` opens a new channel and seeds all receivers. Closing what is not open does nothing.
+
+    Args:
+        module: as passed to `delta_broadcast`.
+        group: likewise; None is the world.
+
+    Example:
+        >>> dte_dist.close(module, group)
+    """
+    _kept.pop(module, None)
+    channel = _channels.get(module, {}).pop(dist.group.WORLD if group is None else group, None)
+    if channel is not None:
+        channel.close()
+
+
+def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
+    membership = Membership.join(group, options.timeout)
+    control = Wire("control", range(membership.size), membership, "gloo")
+    wires: list[Wire] = []
+    try:
+        agreement, mine = _agree(control, module, into, options, error)
+        channel: Channel | None = None
+        try:
+            channel = _build(module, membership, control, wires, agreement, mine, options)
+        except PeerLost:
+            raise
+        except Exception as caught:  # told to all ranks in the last row
+            error = caught
+        if control.rows(np.array([error is not None], np.int64)).any() or channel is None:
+            raise_together(control, error)
+        return channel  # type: ignore[return-value]
+    except BaseException:
+        for wire in (control, *wires):
+            wire.close()
+        raise
+
+
+def _agree(
+    control: Wire, module: Model, into: Model | None, options: Options, error: Exception | None
+) -> tuple[Agreement, Described]:
+    mine: Described | None = None
+    try:
+        mine = describe(module, into, options) if error is None else None
+    except Exception as caught:  # told to all ranks in the first row
+        error = caught
+    return agree(control, mine, error), mine  # type: ignore[return-value]
+
+
+def _build(
+    module: Model, membership: Membership, control: Wire, wires: list[Wire], agreement: Agreement, mine: Described, options: Options
+) -> Channel:
+    rank, root, model = membership.rank, agreement.root, agreement.model
+    totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
+    schedule = Schedule(totals, options.bucket_bytes)
+    gather = _wire("gather", agreement.sources, membership, wires)
+    stream = _wire("stream", sorted({root, *agreement.receivers}), membership, wires)
+    relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=options.bucket_bytes)
+    kept = _kept.pop(module, None)
+    source = _source(kept, model, rank, schedule, agreement, mine, options) if rank in agreement.sources else None
+    receiver = None
+    if rank in agreement.receivers:
+        chain = kept.receiver if kept is not None else None
+        receiver = ReceiverState(mine.layout if mine.into is None else mine.into, model, rank, chain=chain)
+    kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
+    return Channel(options, agreement, control, relay, schedule, source, receiver)
+
+
+def _wire(name: str, members: tuple[int, ...] | list[int], membership: Membership, wires: list[Wire]) -> Wire | None:
+    """Make a data group if it has several members and this rank is one."""
+    if len(members) < 2 or membership.rank not in members:
+        return None
+    wires.append(Wire(name, members, membership, membership.backend))
+    return wires[-1]
+
+
+def _source(
+    kept: _Kept | None, model: ModelMap, rank: int, schedule: Schedule, agreement: Agreement, mine: Described, options: Options
+) -> SourceState:
+    chain: Chain | None = None
+    snapshot: Snapshot | None = None
+    if kept is not None and kept.source is not None and kept.source[2] == _digest(model, rank):
+        chain, snapshot = kept.source[:2]
+    return SourceState(
+        mine.layout, model, rank, schedule, agreement.schema, detector=options.detector, chain=chain, snapshot=snapshot
+    )  # fmt: skip
+
+
+def _keep(channel: Channel) -> _Kept:
+    source, receiver, model = channel.source, channel.receiver, channel.agreement.model
+    return _Kept(
+        None if source is None else (source.chain, source.snapshot, _digest(model, channel.rank)),
+        None if receiver is None else receiver.chain,
+    )
+
+
+def _digest(model: ModelMap, rank: int) -> bytes:
+    """Hash what a source's snapshot covers: names, dtypes and blocks of its pieces, in order."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for width, space in model.source_spaces[rank].items():
+        for piece in space.pieces:
+            slot = model.slots[piece.slot]
+            hashed.update(f"{width} {slot.name} {slot.dtype} {slot.shape} {piece.block.runs}\n".encode())
+    return hashed.digest()
