@@ -79,7 +79,7 @@ class I32:
         return 4 * count
 
     def encode(self, positions: Tensor, length: int) -> Tensor:
-        return positions.clone().view(torch.uint8)
+        return positions.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     def decode(self, stream: Tensor, count: int, length: int) -> tuple[Tensor | None, Verdict]:
         check_size(self.name, stream, self.size(count, length))

@@ -54,7 +54,7 @@ class Raw:
         return bits.numel() * bits.element_size()
 
     def encode(self, bits: Tensor, known: Tensor | None) -> Tensor:
-        return bits.clone().view(torch.uint8)
+        return bits.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype, known: Tensor | None) -> tuple[Tensor, Verdict]:
         check_size(self.name, stream, count * dtype.itemsize)
