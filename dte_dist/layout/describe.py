@@ -74,8 +74,9 @@ class Describer:
                 "the local tensor has another shape than its placement gives it", slot=name, expected=place.local_shape,
                 got=tuple(local.shape), fix="build the DTensor with distribute_tensor, or state its region with Layout.from_views",
             )  # fmt: skip
-        dtype = dtype_name(name, local.dtype)
-        return _as_pairs(name, shape, place.placement) if dtype == "complex128" else Entry(name, shape, dtype, place.placement)
+        if local.dtype is torch.complex128:
+            return _as_pairs(name, shape, place.placement)
+        return Entry(name, shape, dtype_name(name, local.dtype), place.placement)
 
     def _located(self, name: str, tensor: Any, given: ShardSpec | Region | None) -> tuple[tuple[int, ...], _Place, Tensor]:
         """Return the full shape, the place and the local tensor."""
@@ -133,7 +134,7 @@ def _refuse_unusable(name: str, local: Tensor) -> None:
         return
     if not local.data_ptr():
         raise LayoutMismatch("the storage of the tensor has been freed", slot=name, fix="take it from its module after reshard()")
-    if any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
+    if 0 in (steps := local.stride()) and any(step == 0 and size > 1 for step, size in zip(steps, local.shape, strict=True)):
         raise LayoutMismatch("elements of an expanded tensor share memory", slot=name, fix="make it an array of its own with contiguous()")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import is_, ne
-from typing import Any
+from operator import is_, is_not, ne
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from dte_dist.layout.spots import Spot, spots_of_shards, spots_of_tensors, spots
 
 __all__ = ["Layout"]
 
-_REOPEN = "open a new channel, or build a new layout, for the changed module"
+_PLAIN: Final = {Tensor, nn.Parameter}
+_REOPEN: Final = "open a new channel, or build a new layout, for the changed module"
 
 
 class Layout:
@@ -48,6 +49,7 @@ class Layout:
     def __init__(self, source: _Follower | Iterable[Spot]) -> None:
         self._follow = source if isinstance(source, _Follower) else None
         self._spots = sorted(source, key=lambda spot: spot.order)
+        self._homes = [(spot.holder, spot.key) for spot in self._spots]
         self._describer = Describer()
         self._objects = self._resolve()
         entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
@@ -151,12 +153,12 @@ class Layout:
         if self._follow is not None:
             self._follow_module(self._follow)
         objects = self._resolve()
-        replaced = [index for index, same in enumerate(map(is_, objects, self._objects)) if not same]
+        replaced = [] if all(map(is_, objects, self._objects)) else _differing(map(is_not, objects, self._objects))
         for index in replaced:
             self._check(index, objects[index])
         local = _locals(objects)
         marks = _marks(local)
-        moved = [] if marks == self._marks else _differing(marks, self._marks)
+        moved = [] if marks == self._marks else _differing(map(ne, zip(*marks, strict=True), zip(*self._marks, strict=True)))
         for index in moved:
             self._check(index, objects[index])
         if replaced or moved:
@@ -177,7 +179,7 @@ class Layout:
 
     def _resolve(self) -> list[Any]:
         try:
-            return [spot.holder[spot.key] for spot in self._spots]
+            return [holder[key] for holder, key in self._homes]
         except KeyError:
             gone = next(spot for spot in self._spots if spot.key not in spot.holder)
             raise LayoutMismatch("the module no longer has this tensor", slot=gone.name, fix=_REOPEN) from None
@@ -210,9 +212,9 @@ class _Follower:
         self._rule = rule
 
     def __iter__(self) -> Iterator[Spot]:
-        named = [(slot, spot) for spot in self._tree.spots() if (slot := self._rule(spot.name)) is not None]
-        refuse_duplicates(slot for slot, _ in named)
-        return iter([Spot(slot, spot.holder, spot.key) for slot, spot in named])
+        spots = [Spot(slot, holder, key) for name, holder, key in self._tree.tensors() if (slot := self._rule(name)) is not None]
+        refuse_duplicates(spot.name for spot in spots)
+        return iter(spots)
 
     def changed(self) -> bool:
         """Reshard the module as it was, unless its structure changed."""
@@ -229,9 +231,10 @@ class _Follower:
         return _Follower(ModuleTree(module), self._rule)
 
 
-def _locals(objects: Iterable[Any]) -> list[Tensor]:
-    local = [found._local_tensor if isinstance(found, DTensor) else found for found in objects]
-    return local if set(map(type, local)) <= {Tensor, nn.Parameter} else [settled(tensor) for tensor in local]
+def _locals(objects: Sequence[Any]) -> list[Tensor]:
+    if not set(map(type, objects)) <= _PLAIN:
+        objects = [found._local_tensor if isinstance(found, DTensor) else found for found in objects]
+    return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(settled, objects))
 
 
 def _marks(local: Sequence[Tensor]) -> tuple[list[int], list[int]]:
@@ -239,8 +242,8 @@ def _marks(local: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     return list(map(Tensor.data_ptr, local)), list(map(Tensor.numel, local))
 
 
-def _differing(now: tuple[list[int], list[int]], before: tuple[list[int], list[int]]) -> list[int]:
-    return [index for index, differs in enumerate(map(ne, zip(*now, strict=True), zip(*before, strict=True))) if differs]
+def _differing(differences: Iterable[bool]) -> list[int]:
+    return [index for index, differs in enumerate(differences) if differs]
 
 
 def _ties(entries: Sequence[Entry], objects: Sequence[Any], local: Sequence[Tensor]) -> list[set[str]]:

@@ -31,7 +31,7 @@ Meshes = tuple[MeshSpec, ...]
 Ties = tuple[tuple[str, ...], ...]
 
 _FORMAT: Final = 1
-_MAX_TEXT: Final = 1 << 28
+_MAX_TEXT: Final = 1 << 26
 _MAX_INT: Final = 1 << 62
 _MAX_SPLIT: Final = 1 << 20
 

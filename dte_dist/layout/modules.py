@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.names import WRAPPERS
-from dte_dist.layout.spots import Spot
 
 __all__ = ["ModuleTree"]
 
@@ -49,10 +48,10 @@ class ModuleTree:
         self._size = sum(map(len, self._dicts))
         self.reshard()
 
-    def spots(self) -> list[Spot]:
-        """Return where every parameter and persistent buffer is found; tied ones once under each of their names."""
+    def tensors(self) -> list[tuple[str, dict[str, Any], str]]:
+        """Return (canonical name, dict, key) of every parameter and persistent buffer; tied ones under each of their names."""
         module = self.module()
-        return [] if module is None else [spot for prefix, owner in _walk(module, "") for spot in _spots_of(owner, prefix)]
+        return [] if module is None else [tensor for prefix, owner in _walk(module, "") for tensor in _tensors_of(owner, prefix)]
 
     def changed(self) -> bool:
         """Tell whether modules, parameters or buffers were added, removed or replaced by other modules."""
@@ -94,13 +93,13 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _walk(child, prefix if key in WRAPPERS or key == wrapped else f"{prefix}{key}.")
 
 
-def _spots_of(module: nn.Module, prefix: str) -> Iterator[Spot]:
+def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            yield Spot(prefix + key, module._parameters, key)
+            yield prefix + key, module._parameters, key
     for key, buffer in module._buffers.items():
         if buffer is not None and key not in module._non_persistent_buffers_set:
-            yield Spot(prefix + key, module._buffers, key)
+            yield prefix + key, module._buffers, key
 
 
 def _parameter_groups(module: Any) -> list[Any]:

@@ -100,7 +100,7 @@ def spots_of_views(views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[in
             case _:
                 raise ValueError(f"a view is (name, local_view, full_shape, offsets), not {_shown(item)}")
     for name, spots in by_name.items():
-        _refuse_conflicts(name, [spot.given for spot in spots if isinstance(spot.given, Region)])
+        _refuse_conflicts(name, spots)
     return [spot for spots in by_name.values() for spot in spots]
 
 
@@ -143,10 +143,15 @@ def _spot_of_view(name: str, view: Tensor, full_shape: tuple[int, ...], offsets:
     return Spot(name, {0: view}, 0, Region(full_shape, Block.rectangle(offsets, view.shape)))
 
 
-def _refuse_conflicts(name: str, regions: list[Region]) -> None:
-    shapes = sorted({region.full_shape for region in regions})
-    if len(shapes) > 1:
-        raise LayoutMismatch("the regions of a slot disagree on its full shape", slot=name, expected=shapes[0], got=shapes[1])
+def _refuse_conflicts(name: str, spots: list[Spot]) -> None:
+    regions = [spot.given for spot in spots if isinstance(spot.given, Region)]
+    for what, values in (
+        ("full shape", [region.full_shape for region in regions]),
+        ("dtype", [spot.holder[spot.key].dtype for spot in spots]),
+    ):
+        for value in values:
+            if value != values[0]:
+                raise LayoutMismatch(f"the regions of a slot disagree on its {what}", slot=name, expected=values[0], got=value)
     for one, other in combinations(regions, 2):
         if one.block.overlaps(other.block):
             raise LayoutMismatch("two regions of a slot overlap", slot=name, got=f"{one.block} and {other.block}")

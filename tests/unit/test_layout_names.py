@@ -1,0 +1,88 @@
+"""Names: wrappers leave no trace, and what is chosen and renamed is what the user said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout import Layout, canonical_name
+
+
+def names(layout):
+    return [entry.name for entry in layout.manifest.entries]
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+
+
+PLAIN = [
+    "0.bias", "0.weight", "1.0.bias", "1.0.weight", "1.1.bias", "1.1.num_batches_tracked", "1.1.running_mean",
+    "1.1.running_var", "1.1.weight",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("_orig_mod.a.weight", "a.weight"),
+        ("a._checkpoint_wrapped_module._orig_mod.b", "a.b"),
+        ("_fsdp_wrapped_module.a", "a"),
+        ("module.a", "module.a"),
+        ("a_orig_mod.b", "a_orig_mod.b"),
+        ("weight", "weight"),
+    ],
+)
+def test_wrapper_segments_are_stripped_anywhere(name, canonical):
+    assert canonical_name(name) == canonical
+
+
+def test_compiled_and_checkpointed_modules_have_plain_names():
+    wrapped = model()
+    wrapped[1][0] = checkpoint_wrapper(torch.compile(wrapped[1][0]))
+    wrapped[1] = torch.compile(wrapped[1])
+    assert dict(wrapped.named_modules()).keys() >= {"1._orig_mod.0._checkpoint_wrapped_module._orig_mod"}
+    assert names(Layout.from_module(torch.compile(wrapped))) == PLAIN
+    assert names(Layout.from_tensors(torch.compile(wrapped).state_dict())) == PLAIN
+    assert names(Layout.from_module(model())) == PLAIN
+
+
+def test_a_submodule_that_is_called_module_keeps_its_name():
+    assert names(Layout.from_module(nn.ModuleDict({"module": nn.Linear(1, 1, bias=False)}))) == ["module.weight"]
+
+
+def test_select_takes_patterns_and_predicates_on_canonical_names():
+    wrapped = torch.compile(model())
+    assert names(Layout.from_module(wrapped, select=["1.*weight", "0.b*"])) == ["0.bias", "1.0.weight", "1.1.weight"]
+    assert names(Layout.from_module(wrapped, select=lambda name: name.startswith("0."))) == ["0.bias", "0.weight"]
+    assert names(Layout.from_tensors(model().state_dict(), select=["0.*"])) == ["0.bias", "0.weight"]
+    assert names(Layout.from_module(wrapped, select=[])) == []
+
+
+def test_rename_sees_canonical_names_after_select():
+    layout = Layout.from_module(torch.compile(model()), select=["0.*"], rename=lambda name: name.replace("0.", "first."))
+    assert names(layout) == ["first.bias", "first.weight"]
+
+
+def test_what_is_not_selected_is_not_looked_at():
+    module = nn.ModuleDict({"fine": nn.Linear(1, 1), "meta": nn.Linear(1, 1, device="meta")})
+    assert names(Layout.from_module(module, select=["fine.*"])) == ["fine.bias", "fine.weight"]
+    with pytest.raises(LayoutMismatch, match=r"meta device.*slot 'meta.bias'.*materialise"):
+        Layout.from_module(module)
+
+
+def test_duplicate_names_are_named():
+    tensors = [("a", torch.zeros(1)), ("b", torch.zeros(1)), ("_orig_mod.a", torch.zeros(1))]
+    with pytest.raises(LayoutMismatch, match="same name: 'a'"):
+        Layout.from_tensors(tensors)
+    with pytest.raises(LayoutMismatch, match="same name: 'w'"):
+        Layout.from_module(nn.Linear(1, 1), rename=lambda name: "w")
+
+
+@pytest.mark.parametrize("options", [{"select": "0.*"}, {"select": [1]}, {"rename": "x"}, {"rename": lambda name: None}])
+def test_options_of_the_wrong_type_are_value_errors(options):
+    with pytest.raises(ValueError, match="must"):
+        Layout.from_module(nn.Linear(1, 1), **options)
