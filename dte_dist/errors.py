@@ -124,7 +124,7 @@ def to_wire(error: BaseException, size: int) -> bytes:
     name, text = type(error).__name__, str(error)
     if name not in _FAMILY:
         name, text = SyncFailed.__name__, f"{name}: {text}"
-    encoded = f"{name}\n{text}".encode()[:size]
+    encoded = f"{name}\n{text}".encode("utf-8", "backslashreplace")[:size]
     return encoded.decode("utf-8", "ignore").encode().ljust(size, b"\0")
 
 
