@@ -1,0 +1,203 @@
+"""Unit tier, no ranks: one decision from the rows of all ranks, and why a receiver is seeded instead of followed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dte_dist.engine.control import NONE, REASONS, ControlRow, Decision, decide
+from dte_dist.errors import VersionError, VersionReplay
+
+STREAM, OTHER, PROPOSAL = 77, 88, 99
+
+
+def source(version: int = 7, stream: int = STREAM, **more: int) -> ControlRow:
+    return ControlRow(is_source=1, source_version=version, source_stream=stream, proposal=PROPOSAL, **more)
+
+
+def receiver(version: int = 7, stream: int = STREAM, **more: int) -> ControlRow:
+    return ControlRow(is_receiver=1, receiver_version=version, receiver_stream=stream, proposal=1, **more)
+
+
+FRESH_SOURCE = source(NONE, 0, full=1, reason=REASONS.index("first sync"))
+FRESH_RECEIVER = receiver(NONE, 0)
+
+states = st.tuples(st.sampled_from([NONE, 1, 2, 3, 9]), st.sampled_from([STREAM, OTHER]))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[list[ControlRow], int]:
+    """Rows of one to six ranks in any roles and states, and which of the sources is the root."""
+    roles = draw(st.lists(st.sampled_from(["source", "receiver", "both"]), max_size=5))
+    rows = []
+    shared = draw(states)
+    for role in ["source", *roles, *(["receiver"] if not {"receiver", "both"} & set(roles) else [])]:
+        at, held = draw(st.one_of(st.just(shared), states)), draw(st.one_of(st.just(shared), states))
+        row = ControlRow(proposal=draw(st.integers(1, 2**62)))
+        if role != "receiver":
+            row = replace(row, is_source=1, source_version=at[0], source_stream=at[1], full=int(at[0] == NONE or draw(st.booleans())))
+        if role != "source":
+            row = replace(row, is_receiver=1, receiver_version=held[0], receiver_stream=held[1])
+        rows.append(row)
+    order = draw(st.permutations(range(len(rows))))
+    rows = [rows[place] for place in order]
+    return rows, draw(st.sampled_from([rank for rank, row in enumerate(rows) if row.is_source]))
+
+
+@given(groups())
+def test_every_receiver_gets_exactly_one_of_delta_and_seed(group: tuple[list[ControlRow], int]) -> None:
+    rows, root = group
+    decision = decide(rows, root)
+    receivers = [rank for rank, row in enumerate(rows) if row.is_receiver]
+    assert sorted(decision.followers + decision.seeded) == receivers
+    assert list(decision.followers) == sorted(decision.followers) and list(decision.seeded) == sorted(decision.seeded)
+    assert decision.is_full == (not decision.followers)
+
+
+@given(groups())
+def test_followers_hold_exactly_what_all_sources_start_from(group: tuple[list[ControlRow], int]) -> None:
+    rows, root = group
+    decision = decide(rows, root)
+    for rank in decision.followers:
+        assert (rows[rank].receiver_version, rows[rank].receiver_stream) == (decision.base, decision.stream)
+        assert decision.base != NONE
+    if decision.followers:
+        sources = [row for row in rows if row.is_source]
+        assert {(row.source_version, row.source_stream) for row in sources} == {(decision.base, decision.stream)}
+        assert not any(row.full for row in sources)
+
+
+@given(groups())
+def test_the_version_is_newer_than_what_sources_and_followers_hold_and_on_a_full_sync_than_all(group: tuple[list[ControlRow], int]) -> None:
+    rows, root = group
+    decision = decide(rows, root)
+    held = [row.source_version for row in rows if row.is_source] + [rows[rank].receiver_version for rank in decision.followers]
+    held += [] if decision.followers else [row.receiver_version for row in rows if row.is_receiver]
+    assert decision.version > max(held) and decision.version >= 1
+    if decision.followers:
+        assert decision.version == decision.base + 1  # what sources have encoded before anyone decided
+
+
+@given(groups())
+def test_whoever_is_seeded_has_a_reason_and_a_plain_delta_has_none(group: tuple[list[ControlRow], int]) -> None:
+    rows, root = group
+    decision = decide(rows, root)
+    sources_agree = len({(row.source_version, row.source_stream) for row in rows if row.is_source}) == 1
+    if decision.followers and not decision.seeded:
+        assert decision.reason == ""
+    if decision.followers and decision.seeded:
+        assert all(f"rank {rank} seeded: " in decision.reason for rank in decision.seeded)
+    if not sources_agree:
+        assert decision.is_full and decision.reason == "sources hold different versions"
+
+
+@given(groups(), st.randoms(use_true_random=False))
+def test_the_order_of_the_ranks_does_not_matter(group: tuple[list[ControlRow], int], random: object) -> None:
+    rows, root = group
+    order = list(range(len(rows)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    decision, moved = decide(rows, root), decide([rows[rank] for rank in order], order.index(root))
+    assert (moved.version, moved.base, moved.stream) == (decision.version, decision.base, decision.stream)
+    assert sorted(order[place] for place in moved.followers) == list(decision.followers)
+    assert sorted(order[place] for place in moved.seeded) == list(decision.seeded)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=12, max_size=12), st.lists(st.integers(0, 2**40), max_size=5), st.integers(0, 3))
+def test_a_row_comes_back_from_its_int64_form(numbers: list[int], sizes: list[int], spare: int) -> None:
+    row = ControlRow(*numbers)
+    packed = row.pack(sizes, len(sizes) + spare)
+    assert packed.dtype == np.int64
+    assert ControlRow.unpack(packed) == (row, sizes + [0] * spare)
+
+
+def test_receivers_at_the_version_of_the_sources_get_a_delta() -> None:
+    assert decide([source(), source(), receiver(), receiver()], 0) == Decision(8, 7, STREAM, (2, 3), (), "")
+
+
+def test_the_first_sync_is_full_and_starts_the_lineage_that_the_root_proposes() -> None:
+    rows = [FRESH_RECEIVER, replace(FRESH_SOURCE, proposal=5), FRESH_SOURCE]
+    assert decide(rows, 2) == Decision(1, NONE, PROPOSAL, (), (0,), "first sync")
+
+
+def test_a_new_receiver_is_seeded_beside_the_delta_and_the_others_are_not() -> None:
+    assert decide([source(), receiver(), FRESH_RECEIVER], 0) == Decision(8, 7, STREAM, (1,), (2,), "rank 2 seeded: it had no version")
+
+
+def test_gap_replay_and_restart_are_told_apart_by_name() -> None:
+    decision = decide([source(), receiver(), receiver(6), receiver(9), receiver(7, OTHER)], 0)
+    assert decision.followers == (1,) and decision.seeded == (2, 3, 4)
+    assert decision.reason.split("; ") == [
+        "rank 2 seeded: gap, it held v6, sources v7",
+        "rank 3 seeded: replay, it held v9, sources v7",
+        "rank 4 seeded: it followed another run",
+    ]
+
+
+def test_a_restarted_trainer_seeds_under_a_new_lineage_and_a_version_above_the_receivers() -> None:
+    decision = decide([FRESH_SOURCE, receiver(7), receiver(5)], 0)
+    assert decision == Decision(8, NONE, PROPOSAL, (), (1, 2), "sources restarted, receivers held v7")
+
+
+def test_one_source_of_two_restarted_is_a_full_sync_of_a_new_lineage() -> None:
+    decision = decide([source(), replace(FRESH_SOURCE, proposal=5), receiver()], 0)
+    assert decision == Decision(8, NONE, PROPOSAL, (), (2,), "sources hold different versions")
+
+
+@pytest.mark.parametrize("reason", ["mode", "anchor"])
+def test_a_full_sync_on_purpose_says_why(reason: str) -> None:
+    full = source(NONE, STREAM, full=1, reason=REASONS.index(reason))
+    decision = decide([full, receiver(), receiver()], 0)
+    assert decision.is_full and decision.reason == reason and decision.version == 8
+
+
+@pytest.mark.parametrize("wanted", [1, 6, 7])
+def test_a_version_that_is_not_newer_is_a_replay_and_says_what_is_held(wanted: int) -> None:
+    with pytest.raises(VersionReplay, match=rf"expected > 7; got {wanted}"):
+        decide([source(wanted=wanted), receiver()], 0)
+
+
+@pytest.mark.parametrize("wanted", [1, 7])
+def test_a_full_sync_is_held_against_what_receivers_hold(wanted: int) -> None:
+    with pytest.raises(VersionReplay):
+        decide([replace(FRESH_SOURCE, wanted=wanted), receiver(7)], 0)
+    assert decide([replace(FRESH_SOURCE, wanted=8), receiver(7)], 0).version == 8
+
+
+def test_a_version_may_leave_numbers_out() -> None:
+    assert decide([source(wanted=100), receiver()], 0) == Decision(100, 7, STREAM, (1,), (), "")
+
+
+def test_receivers_may_leave_the_version_out_or_say_the_same() -> None:
+    assert decide([source(wanted=9), source(wanted=9), receiver(wanted=9), receiver()], 0).version == 9
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [source(wanted=8), source(wanted=9), receiver()],
+        [source(wanted=8), source(), receiver()],
+        [source(wanted=8), receiver(wanted=9)],
+        [source(), receiver(wanted=8)],
+    ],
+    ids=["two sources", "one source of two", "source and receiver", "receiver alone"],
+)
+def test_different_versions_are_named_with_who_wants_what(rows: list[ControlRow]) -> None:
+    with pytest.raises(VersionError, match=r"version= differs between ranks \[ranks .* on rank") as caught:
+        decide(rows, 0)
+    assert type(caught.value) is VersionError
+
+
+def test_a_version_that_would_not_fit_is_refused() -> None:
+    with pytest.raises(VersionError, match="does not fit"):
+        decide([source(wanted=1 << 62), receiver()], 0)
+    assert decide([source(wanted=(1 << 62) - 1), receiver()], 0).version == (1 << 62) - 1
+
+
+def test_a_colocated_rank_follows_itself() -> None:
+    both = replace(source(), is_receiver=1, receiver_version=7, receiver_stream=STREAM)
+    assert decide([both], 0).followers == (0,)
+    assert decide([replace(both, receiver_version=NONE)], 0).seeded == (0,)

@@ -1,0 +1,63 @@
+"""Unit tier, no ranks: the report reads as one line and its phases add up."""
+
+from __future__ import annotations
+
+import pytest
+
+from dte_dist.report import PHASES, Phases, SyncReport
+
+REPORT = SyncReport(8, 7, "delta", "", 10, 1000, 96, 48, 2000, 2, (), 0.01)
+
+
+def changed(**fields: object) -> str:
+    values = {name: getattr(REPORT, name) for name in SyncReport.__slots__}
+    return str(SyncReport(**{**values, **fields}))  # type: ignore[arg-type]
+
+
+def test_a_report_is_one_line() -> None:
+    assert str(REPORT) == "v7 -> v8 delta: 10 of 1,000 changed (1.00 %), 96 B to each receiver (dense 2.0 kB, 20.8x), 2 frames, 10.0 ms"
+    assert "\n" not in changed(reason="rank 1 seeded: it had no version", phases={"wire": 1.0})
+
+
+def test_a_first_sync_has_no_base_and_says_why_it_is_full() -> None:
+    assert changed(base_version=None, kind="full", reason="first sync").startswith("none -> v8 full (first sync): ")
+
+
+def test_nothing_changed_divides_by_nothing() -> None:
+    text = changed(changed=0, wire_bytes=0, frames=0)
+    assert "0 of 1,000 changed (0.00 %), 0 B to each receiver (dense 2.0 kB), 0 frames" in text
+    empty = SyncReport(1, None, "full", "first sync", 0, 0, 0, 0, 0, 0, (), 0.0)
+    assert empty.density == 0.0 and "0 of 0 changed (0.00 %)" in str(empty)
+
+
+def test_density_is_changed_over_total() -> None:
+    assert REPORT.density == 0.01
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(999, "999 B"), (1000, "1.0 kB"), (999_900, "999.9 kB"), (1_500_000, "1.5 MB"), (2_500_000_000, "2.5 GB"), (10**15, "1000000.0 GB")],
+)
+def test_bytes_are_shown_in_the_unit_that_fits(number: int, text: str) -> None:
+    assert f" {text} to each receiver" in changed(wire_bytes=number)
+
+
+def test_phases_show_in_their_order_and_only_if_they_took_time() -> None:
+    text = changed(phases={"wire": 0.004, "detect": 0.002, "apply": 1e-6})
+    assert text.endswith("10.0 ms (detect 2.0, wire 4.0)")
+
+
+def test_phases_add_up_and_count_a_block_that_raised() -> None:
+    phases = Phases()
+    with phases("wire"):
+        pass
+    first = phases.seconds["wire"]
+    with pytest.raises(KeyError), phases("wire"):
+        raise KeyError
+    assert phases.seconds["wire"] > first >= 0.0 and list(phases.seconds) == ["wire"]
+    assert set(phases.seconds) <= set(PHASES)
+
+
+def test_a_report_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        REPORT.version = 9  # type: ignore[misc]
