@@ -240,6 +240,6 @@ def _readable(flat: Flat, begin: int, end: int) -> tuple[np.ndarray, list[Tensor
 
 
 def bump(flat: Flat, indices: np.ndarray) -> None:
-    """Move the version counters of tensors whose memory was written directly; inference tensors have none."""
+    """Move the version counters of tensors whose memory was written directly (inference tensors have none, and are passed over)."""
     written = indices[flat.addresses[indices] != 0].tolist()
-    torch.autograd.graph.increment_version([tensor for i in written if not (tensor := flat.tensors[i]).is_inference()])
+    torch.autograd.graph.increment_version([flat.tensors[index] for index in written])

@@ -99,13 +99,12 @@ def find(starts, position):
 
 
 @njit(nogil=True, cache=True)
-def _diff_run(sample, width, live, known, length, base, positions, bits):
-    """Compare one contiguous run; positions count from `base`. Return how many differ."""
+def _diff_run(sample, width, lanes, live, known, length, base, positions, bits):
+    """Compare one contiguous run, `lanes` elements to a block; positions count from `base`. Return how many differ."""
     a, b = _at(live, sample), _at(known, sample)
     position, bit = _at(positions, _I32), _at(bits, sample)
-    lanes = _BLOCK // width
-    found, whole = 0, length - length % lanes
-    for low in range(0, whole, lanes):
+    found, low, whole = 0, 0, length & -lanes
+    while low < whole:
         mask = _differing(live + low * width, known + low * width, sample)
         while mask != _ZERO:
             i = low + _lowest(mask)
@@ -113,6 +112,7 @@ def _diff_run(sample, width, live, known, length, base, positions, bits):
             bit[found] = a[i]
             found += 1
             mask &= mask - _ONE
+        low += lanes
     for i in range(whole, length):
         if a[i] != b[i]:
             position[found] = np.int32(base + i)
@@ -124,13 +124,13 @@ def _diff_run(sample, width, live, known, length, base, positions, bits):
 @njit(nogil=True, cache=True)
 def diff(sample, width, starts, addresses, begin, end, known, positions, bits):
     """Compare elements [begin, end) of the tensors of a table with `known`. Return how many differ."""
-    found, at, index = 0, begin, find(starts, begin)
+    found, at, index, lanes = 0, begin, find(starts, begin), _BLOCK // width
     while at < end:
         stop = min(end, starts[index + 1])
         if stop > at:
             live = addresses[index] + (at - starts[index]) * width
             then = known + (at - begin) * width
-            found += _diff_run(sample, width, live, then, stop - at, at - begin, positions + 4 * found, bits + width * found)
+            found += _diff_run(sample, width, lanes, live, then, stop - at, at - begin, positions + 4 * found, bits + width * found)
             at = stop
         index += 1
     return found
@@ -248,13 +248,20 @@ def sorted_below(counter, positions, count, length):
 
 
 @njit(nogil=True, cache=True)
+def _mix(word):
+    word = (word ^ (word >> _SHIFT)) * _SECOND
+    word = (word ^ (word >> _SHIFT)) * _THIRD
+    return word ^ (word >> _SHIFT)
+
+
+@njit(nogil=True, cache=True)
 def checksum(frame, words, skip):
     """Return the sum of all words, each mixed with its place, modulo 2^64 (docs/protocol.md, "The checksum")."""
     total, place = _ZERO, _ZERO
     for i in range(words):
         place += _FIRST
-        mixed = place if i == skip else place + _word(frame + 8 * i)
-        mixed = (mixed ^ (mixed >> _SHIFT)) * _SECOND
-        mixed = (mixed ^ (mixed >> _SHIFT)) * _THIRD
-        total += mixed ^ (mixed >> _SHIFT)
+        total += _mix(place + _word(frame + 8 * i))
+    if 0 <= skip < words:  # exchanged afterwards: a condition within the loop would keep it from using vectors
+        place = np.uint64(skip + 1) * _FIRST
+        total += _mix(place) - _mix(place + _word(frame + 8 * skip))
     return total
