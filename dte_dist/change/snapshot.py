@@ -68,6 +68,13 @@ class Snapshot:
             raise ValueError(f"a detector returns ascending positions within [0, {length})")
         return positions.to(torch.int32), self._kernels.gather(found, positions)
 
+    def whole(self, live: LiveSpace, width: int, first: int, length: int) -> Tensor:
+        """Return the live bits of a segment, in a buffer that the next call uses again."""
+        flat, begin = live.window(first, first + length, self._scratch)
+        found = self._found[: length * width].view(BITS[width])
+        self._kernels.read(flat, begin, found)
+        return found
+
     def refresh(self, live: LiveSpace, width: int, segments: Iterable[tuple[int, int]]) -> None:
         """Take over the live bits of whole segments, given as (first, length)."""
         for first, length in segments:

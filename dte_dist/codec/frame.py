@@ -9,6 +9,7 @@ where the frame is.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,13 +55,16 @@ class FrameWriter:
         head: what the frame says about itself.
         device: where the frame is made, and where positions and bits come from.
 
+    Attributes:
+        codecs: segments so far by pair of codecs, such as "u16+raw".
+
     Example:
         >>> writer = FrameWriter(head, torch.device("cpu"))
         >>> writer.add(0, 1 << 20, positions[:count], bits[:count])
         >>> frame = writer.finish()
     """
 
-    __slots__ = ("_device", "_entries", "_head", "_padding", "_streams")
+    __slots__ = ("_device", "_entries", "_head", "_padding", "_streams", "codecs")
 
     def __init__(self, head: FrameHead, device: torch.device | str) -> None:
         self._head = head
@@ -68,15 +72,16 @@ class FrameWriter:
         self._entries: list[tuple[int, ...]] = []
         self._streams: list[Tensor] = []
         self._padding = torch.zeros(8, dtype=torch.uint8, device=self._device)
+        self.codecs: Counter[str] = Counter()
 
     def prefers_dense(self, length: int, count: int) -> bool:
-        """Return whether `add_dense` of a whole segment takes no more bytes than `add` of its `count` changes.
+        """Return whether `add_dense` of a whole segment takes no more bytes than `add` of its `count` changes; never if there are none.
 
         Example:
             >>> writer.prefers_dense(1 << 20, 1000), writer.prefers_dense(1 << 20, 600_000)
             (False, True)
         """
-        return choose_index(count, length).size(count, length) + count * self._head.width >= length * self._head.width
+        return count > 0 and choose_index(count, length).size(count, length) + count * self._head.width >= length * self._head.width
 
     def add(self, first: int, length: int, positions: Tensor, bits: Tensor, *, known: Tensor | None = None) -> None:
         """Add the changes of elements [first, first + length); segments come in ascending order. No changes add nothing.

@@ -302,6 +302,7 @@ class Channel:
             changed=model.numel if decision.is_full else sum(row.changed for row in rows), total=model.numel,
             wire_bytes=traffic.wire, gather_bytes=traffic.gather, dense_bytes=model.nbytes,
             frames=traffic.frames, seeded=decision.seeded, seconds=time.perf_counter() - prepared.begin, phases=dict(prepared.phases.seconds),
+            codecs=dict(self.source.codecs) if self.source is not None else {},
         )  # fmt: skip
         _log.info("%s", report)
         return report

@@ -101,12 +101,15 @@ class SourceState:
         for first, length in chunk.segments():
             with phases("detect"):
                 positions, bits = known.changes(live, chunk.width, first, length)
-            if len(positions):
-                self.changed += len(positions)
-                with phases("encode"):
+            self.changed += len(positions)
+            with phases("encode"):
+                if writer.prefers_dense(length, len(positions)):
+                    writer.add_dense(first, known.whole(live, chunk.width, first, length))
+                else:
                     writer.add(first, length, positions, bits)
         with phases("encode"):
             frame = writer.finish()
+        self.codecs.update(writer.codecs)
         return frame
 
     def frames(self, number: int) -> list[Tensor]:
