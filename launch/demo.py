@@ -30,7 +30,7 @@ from settings import Settings, read_settings
 from show import Screen, Step, summary
 from text import Tokenizer, manual, zen
 
-PROMPT = "Beautiful is"
+PROMPTS = ("Beautiful is", "Now is", "In the face", "Errors should", "If the implementation")
 
 
 def main() -> int:
@@ -92,7 +92,7 @@ def rounds(role: Trainer | Rollout, dense: DenseBroadcast, tokenizer: Tokenizer,
         report, delta_seconds = sync(role.model, role.train if number < settings.steps else nothing)
         screen.say(f"step {number:2}  loss {loss:.2f}  {report}")
 
-        sample = generate(role, tokenizer, settings.new_tokens)
+        sample = generate(role, tokenizer, PROMPTS[number % len(PROMPTS)], settings.new_tokens)
         if number == 1 or number % settings.show_every == 0:
             screen.say(f"  rollout: {sample!r}")
 
@@ -124,10 +124,10 @@ def sync_while_training(model: nn.Module, train: Callable[[], None]) -> tuple[dt
     return report, seconds + all_here() - start
 
 
-def generate(role: Trainer | Rollout, tokenizer: Tokenizer, count: int) -> str:
+def generate(role: Trainer | Rollout, tokenizer: Tokenizer, prompt: str, count: int) -> str:
     """What the rollout ranks make of the prompt, told to all ranks."""
-    prompt = tokenizer.encode(PROMPT)
-    tokens = role.generate(prompt, count) if isinstance(role, Rollout) else torch.zeros(len(prompt) + count, dtype=torch.int64)
+    ids = tokenizer.encode(prompt)
+    tokens = role.generate(ids, count) if isinstance(role, Rollout) else torch.zeros(len(ids) + count, dtype=torch.int64)
     dist.broadcast(tokens, src=dist.get_world_size() // 2)
     return tokenizer.decode(tokens.tolist())
 

@@ -28,7 +28,7 @@ class Settings:
 
     # training
     seed: int = 0
-    batch: int = 4
+    batch: int = 2
     length: int = 32
     warmup_steps: int = 16
     warmup_lr: float = 1e-3
@@ -39,7 +39,7 @@ class Settings:
     overlap: bool = False
 
     # output
-    new_tokens: int = 12
+    new_tokens: int = 10
     show_every: int = 2
     plot: str = "out/demo.png"
 
