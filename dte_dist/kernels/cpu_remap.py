@@ -63,11 +63,11 @@ class _Identity:
 
     def __init__(self) -> None:
         zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
-        self.begin, self.end, self.shift, self.axis = zero, zero + 1, zero, np.zeros(2, np.int64)
-        self.extent, self.stride, self.segment, self.low, self.high, self.target, self.origin = none, none, zero, none, none, none, zero
+        self.begin, self.end, self.shift, self.origin, self.axis, self.axes = zero, zero + 1, zero, zero, zero, zero
+        self.extent, self.stride, self.segment, self.low, self.high, self.target = none, none, zero, none, none, none
 
     def tables(self) -> tuple[np.ndarray, ...]:
         return (
-            self.begin, self.end, self.shift, self.axis, self.extent, self.stride, self.segment,
-            self.low, self.high, self.target, self.origin,
+            self.begin, self.end, self.shift, self.origin, self.axis, self.axes, self.extent, self.stride, self.segment,
+            self.low, self.high, self.target,
         )  # fmt: skip

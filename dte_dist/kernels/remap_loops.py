@@ -1,3 +1,5 @@
+# mypy: allow-untyped-defs
+# ruff: noqa: PLR0917
 """The numba loops that translate positions between flat spaces (see `plan.remap` for the tables).
 
 Positions come sorted, so the entries are walked once; the outer coordinates of an entry with axes are worked out once
@@ -31,9 +33,9 @@ def _lookup(low, high, begin, end, coordinate):
 @njit(nogil=True, cache=True)
 def _row(tables, entry, row):
     """Return the receiver's position of the start of a row of an entry with axes, or -1 if the receiver has no such row."""
-    _, _, shift, axis, extent, stride, segment, low, high, target, _ = tables
+    _, _, shift, _, axis, axes, extent, stride, segment, low, high, target = tables
     base = shift[entry]
-    for a in range(axis[entry + 1] - 2, axis[entry] - 1, -1):
+    for a in range(axis[entry] + axes[entry] - 2, axis[entry] - 1, -1):
         coordinate = row
         if a > axis[entry]:
             row = coordinate // extent[a]
@@ -51,7 +53,7 @@ def translate(tables, entry, sample, first, positions, bits, count, out, kept):
 
     `tables` are the arrays of a Remap in order; all other arrays are addresses. Return how many were kept.
     """
-    begin, end, shift, axis, extent, _, segment, low, high, target, origin = tables
+    begin, end, shift, origin, axis, axes, extent, _, segment, low, high, target = tables
     position, bit = _at(positions, np.int32(0)), _at(bits, sample)
     into, keep = _at(out, np.int64(0)), _at(kept, sample)
     found = i = 0
@@ -65,14 +67,14 @@ def translate(tables, entry, sample, first, positions, bits, count, out, kept):
             i += 1
             continue
         stop = end[entry]
-        if axis[entry] == axis[entry + 1]:
+        if axes[entry] == 0:
             while i < count and first + position[i] < stop:
                 into[found] = first + position[i] + shift[entry]
                 keep[found] = bit[i]
                 found += 1
                 i += 1
             continue
-        inner = axis[entry + 1] - 1
+        inner = axis[entry] + axes[entry] - 1
         length, k0, k1 = extent[inner], segment[inner], segment[inner + 1]
         row_start = row_stop = base = np.int64(-1)
         while i < count and first + position[i] < stop:
@@ -107,16 +109,16 @@ def _copy_run(width, starts, addresses, touched, to, source, length):
 @njit(nogil=True, cache=True)
 def place(tables, entry, width, first, length, bits, starts, addresses, touched):
     """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them; mark tensors touched."""
-    begin, end, shift, axis, extent, _, segment, low, high, target, origin = tables
+    begin, end, shift, origin, axis, axes, extent, _, segment, low, high, target = tables
     stop = first + length
     while entry < len(begin) and begin[entry] < stop:
         at, until = max(first, begin[entry]), min(stop, end[entry])
-        if axis[entry] == axis[entry + 1]:
+        if axes[entry] == 0:
             if until > at:
                 _copy_run(width, starts, addresses, touched, at + shift[entry], bits + (at - first) * width, until - at)
             entry += 1
             continue
-        inner = axis[entry + 1] - 1
+        inner = axis[entry] + axes[entry] - 1
         size = extent[inner]
         row = (at - origin[entry]) // size
         while origin[entry] + row * size < until:

@@ -29,11 +29,11 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     entry = entry.clamp_(max=len(end) - 1)
     held &= at >= begin[entry]
     target = column(remap.shift)[entry]
-    first_axis, axes = column(remap.axis)[entry], column(np.diff(remap.axis))[entry]
+    first_axis, axes = column(remap.axis)[entry], column(remap.axes)[entry]
     rest = at - column(remap.origin)[entry]
     extent, stride = column(np.append(remap.extent, 1)), column(np.append(remap.stride, 0))
     target = target + torch.where(axes == 0, at, 0)
-    for back in range(1, int(np.diff(remap.axis).max(initial=0)) + 1):
+    for back in range(1, int(remap.axes.max(initial=0)) + 1):
         has = axes >= back
         axis = torch.where(has, first_axis + axes - back, len(extent) - 1)
         coordinate = torch.where(axes > back, rest % extent[axis], rest)

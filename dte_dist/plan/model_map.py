@@ -12,19 +12,20 @@ Every rank builds the same `ModelMap` from the same descriptions, without furthe
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Literal, NoReturn
 
+import numpy as np
 import torch
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import Block, Entry, Manifest
-from dte_dist.plan.overlap import overlap_of
-from dte_dist.plan.space import FlatSpace, Piece, spaces_of
+from dte_dist.layout import Coordinates, Entry, Manifest
+from dte_dist.plan.coverage import first_gap, refuse_gap
+from dte_dist.plan.inventory import Inventory
+from dte_dist.plan.space import FlatSpace, Pieces, spaces_of
+from dte_dist.plan.ties import Ties
 
 __all__ = ["Holding", "ModelMap", "Slot", "WireTypes"]
 
@@ -46,7 +47,7 @@ class Holding:
     """
 
     manifest: Manifest
-    coordinates: tuple[tuple[int, ...] | None, ...]
+    coordinates: Coordinates
     wire: WireTypes = None
     partial: bool = False
 
@@ -60,9 +61,14 @@ class Slot:
     dtype: str
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype on the wire."""
-        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+        return getattr(torch, self.dtype)
 
     @property
     def width(self) -> int:
@@ -74,7 +80,7 @@ class ModelMap:
     """Slots, and the flat spaces of every rank.
 
     Args:
-        sources: by group rank, what each source holds.
+        sources: by group rank, what each source holds; at least one.
         receivers: by group rank, what each receiver holds; a colocated rank is in both.
 
     Attributes:
@@ -88,39 +94,49 @@ class ModelMap:
     """
 
     def __init__(self, sources: Mapping[int, Holding], receivers: Mapping[int, Holding]) -> None:
-        self._names = _Ties(holding.manifest for holding in sources.values())
+        self._names = Ties(holding.manifest for holding in sources.values())
         self._index: dict[str, int] = {}
         self.slots = self._slots_of(sources, receivers)
         self._index = {slot.name: index for index, slot in enumerate(self.slots)}
-        self.numel = sum(prod(slot.shape) for slot in self.slots)
-        self.nbytes = sum(prod(slot.shape) * slot.width for slot in self.slots)
+        widths = np.array([slot.width for slot in self.slots], np.int64)
+        self.numel = sum(slot.numel for slot in self.slots)
+        self.nbytes = sum(slot.numel * slot.width for slot in self.slots)
         for ranks, holding in _distinct(receivers):
             self._check_receiver(ranks, holding)
-        widths = {index: slot.width for index, slot in enumerate(self.slots)}
-        self.source_spaces: dict[int, dict[int, FlatSpace]] = {
-            rank: spaces_of(pieces, widths) for rank, pieces in self._contributions(sources).items()
-        }
-        self.receiver_spaces: dict[int, dict[int, FlatSpace]] = {
-            rank: spaces_of(self._pieces(holding), widths) for rank, holding in receivers.items()
-        }
+        inventory = Inventory(self.slot_of)
+        held = {rank: _owned(inventory, rank, holding) for rank, holding in sorted(sources.items())}
+        self.source_spaces = {rank: spaces_of(pieces, widths) for rank, pieces in self._contributions(held).items()}
+        self.receiver_spaces = _receiver_spaces(inventory, receivers, widths)
 
     def slot_of(self, name: str) -> int:
         """Return the index of the slot that a name, tied or not, belongs to."""
         return self._index[self._names.canonical(name)]
 
     def _slots_of(self, sources: Mapping[int, Holding], receivers: Mapping[int, Holding]) -> tuple[Slot, ...]:
-        held = {
+        received = {
             self._names.canonical(entry.name): entry for _, holding in _distinct(receivers) for entry in holding.manifest.entries
         }
-        slots: dict[str, Slot] = {}
+        slots: dict[str, tuple[Slot, list[int]]] = {}
         for ranks, holding in _distinct(sources):
+            chosen = self._chosen(ranks, holding.wire)
             for entry in holding.manifest.entries:
                 name = self._names.canonical(entry.name)
-                slot = Slot(name, entry.shape, _wire_dtype(entry, held.get(name), holding.wire, ranks))
-                other = slots.setdefault(name, slot)
+                wanted = received[name].dtype if holding.wire == "receiver" and name in received else chosen.get(name, entry.dtype)
+                slot = Slot(name, entry.shape, _castable(entry, wanted, holding.wire != "receiver", ranks))
+                other, theirs = slots.setdefault(name, (slot, ranks))
                 if other != slot:
-                    _differ("sources differ", ranks, entry.name, (other.shape, other.dtype), (slot.shape, slot.dtype))
-        return tuple(slots[name] for name in sorted(slots))
+                    _differ("sources differ", sorted({*theirs, *ranks}), entry.name, (other.shape, other.dtype), (slot.shape, slot.dtype))
+        return tuple(slots[name][0] for name in sorted(slots))
+
+    def _chosen(self, ranks: Sequence[int], wire: WireTypes) -> dict[str, str]:
+        """Return the wire dtypes that a source names, by slot: naming one of several tied names is enough."""
+        chosen: dict[str, str] = {}
+        for name, dtype in {} if wire is None or isinstance(wire, str) else wire.items():
+            other = chosen.setdefault(self._names.canonical(name), dtype)
+            if other != dtype:
+                what = "tied names cannot travel in different dtypes"
+                raise LayoutMismatch(what, slot=name, ranks=ranks, expected=other, got=dtype, fix="give them one wire dtype")
+        return chosen
 
     def _check_receiver(self, ranks: Sequence[int], holding: Holding) -> None:
         seen = set()
@@ -144,64 +160,45 @@ class ModelMap:
             what = "a receiver lacks a tensor that the sources have" + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
             raise LayoutMismatch(what, slot=missing[0], ranks=ranks, fix=_BUILD)
 
-    def _pieces(self, holding: Holding) -> list[Piece]:
-        """Return the non-empty blocks that a rank holds, in slot order."""
-        pieces = []
-        for index, entry in enumerate(holding.manifest.entries):
-            block = holding.manifest.block(entry, holding.coordinates)
-            if block is not None and block.numel:
-                pieces.append(Piece(self.slot_of(entry.name), index, block))
-        return sorted(pieces, key=lambda piece: piece.slot)
-
-    def _contributions(self, sources: Mapping[int, Holding]) -> dict[int, list[Piece]]:
-        """Choose the contributor of every block, and check that the blocks of a slot tile it."""
-        chosen: dict[int, list[Piece]] = {rank: [] for rank in sources}
-        blocks: dict[int, dict[Block, int]] = {index: {} for index in range(len(self.slots))}
-        for rank in sorted(sources):
-            for piece in self._pieces(sources[rank]):
-                if blocks[piece.slot].setdefault(piece.block, rank) == rank:
-                    chosen[rank].append(piece)
-        for index, holders in blocks.items():
-            self._check_coverage(self.slots[index], holders)
-        return {rank: _without_twins(pieces) for rank, pieces in chosen.items()}
-
-    @staticmethod
-    def _check_coverage(slot: Slot, holders: Mapping[Block, int]) -> None:
-        full = prod(slot.shape)
-        if tiles(full, tuple(holders)):
-            return
-        covered = sum(block.numel for block in holders)
-        for (a, rank_a), (b, rank_b) in itertools.combinations(holders.items(), 2):
-            if overlap_of(a, b) is not None:
-                fix = "let every element have one owner, or equal blocks on all its owners"
-                raise LayoutMismatch("sources hold overlapping parts", slot=slot.name, ranks=sorted({rank_a, rank_b}), fix=fix)
-        fix = "let src= name every rank that owns a part"
-        raise LayoutMismatch(
-            "the sources do not hold the whole tensor", slot=slot.name, ranks=sorted(set(holders.values())),
-            expected=f"{full} elements", got=f"{covered} elements", fix=fix,
-        )  # fmt: skip
+    def _contributions(self, held: Mapping[int, Pieces]) -> dict[int, Pieces]:
+        """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks of a slot tile it."""
+        ranks, sizes = list(held), [len(pieces) for pieces in held.values()]
+        slot, block, rank = (np.concatenate(each) for each in (
+            [pieces.slot for pieces in held.values()], [pieces.block for pieces in held.values()], [np.repeat(ranks, sizes)],
+        ))  # fmt: skip
+        _, first = np.unique(slot * (1 + block.max(initial=0)) + block, return_index=True)
+        table = next(iter(held.values())).table
+        gap = first_gap([slot.numel for slot in self.slots], slot[first], block[first], table)
+        if gap is not None:
+            here = first[slot[first] == gap]
+            holders = {table.blocks[number]: rank for number, rank in zip(block[here].tolist(), rank[here].tolist(), strict=True)}
+            refuse_gap(self.slots[gap].name, self.slots[gap].numel, holders)
+        chosen = np.zeros(len(slot), np.bool_)
+        chosen[first] = True
+        parts = np.split(chosen, np.cumsum(sizes)[:-1])
+        return {rank: held[rank].take(mine) for rank, mine in zip(ranks, parts, strict=True)}
 
 
-class _Ties:
-    """Names that share storage on some source; the first in order stands for all."""
+def _owned(inventory: Inventory, rank: int, holding: Holding) -> Pieces:
+    """Return the pieces of a source; refuse names that another source ties and this one does not: they may differ."""
+    pieces = inventory.pieces(holding.manifest, holding.coordinates)
+    rivals = inventory.rivals(holding.manifest, pieces)
+    if rivals is not None:
+        what = f"another source ties {rivals[0]} and {rivals[1]}, this one does not"
+        raise LayoutMismatch(what, slot=rivals[0], ranks=[rank], fix="tie them on every source, or on none")
+    return pieces
 
-    def __init__(self, manifests: Iterable[Manifest]) -> None:
-        self._parent: dict[str, str] = {}
-        for manifest in {id(manifest): manifest for manifest in manifests}.values():
-            for group in manifest.ties:
-                for name in group[1:]:
-                    self._join(group[0], name)
 
-    def _join(self, a: str, b: str) -> None:
-        a, b = sorted((self.canonical(a), self.canonical(b)))
-        if a != b:
-            self._parent[b] = a
-
-    def canonical(self, name: str) -> str:
-        """Return the name that stands for all names tied to `name`."""
-        while name in self._parent:
-            name = self._parent[name]
-        return name
+def _receiver_spaces(
+    inventory: Inventory, receivers: Mapping[int, Holding], widths: np.ndarray
+) -> dict[int, dict[int, FlatSpace]]:
+    """Lay out what the receivers hold; those placed alike share it."""
+    known: dict[tuple[int, Coordinates], dict[int, FlatSpace]] = {}
+    for holding in receivers.values():
+        key = id(holding.manifest), tuple(holding.coordinates)
+        if key not in known:
+            known[key] = spaces_of(inventory.pieces(holding.manifest, holding.coordinates), widths)
+    return {rank: known[id(holding.manifest), tuple(holding.coordinates)] for rank, holding in receivers.items()}
 
 
 def _distinct(holdings: Mapping[int, Holding]) -> list[tuple[list[int], Holding]]:
@@ -213,41 +210,14 @@ def _distinct(holdings: Mapping[int, Holding]) -> list[tuple[list[int], Holding]
     return list(groups.values())
 
 
-def _without_twins(pieces: list[Piece]) -> list[Piece]:
-    """Drop the further names of a tied tensor: same slot, same block, same rank."""
-    return list({(piece.slot, piece.block): piece for piece in reversed(pieces)}.values())[::-1]
-
-
-@lru_cache(maxsize=4096)
-def tiles(numel: int, blocks: tuple[Block, ...]) -> bool:
-    """Return True if the blocks are disjoint and have `numel` elements together.
-
-    Example:
-        >>> tiles(5, (Block((((0, 3),),)), Block((((3, 2),),))))
-        True
-    """
-    if sum(block.numel for block in blocks) != numel:
-        return False
-    spans = [[(runs[0][0], runs[-1][0] + runs[-1][1]) for runs in block.runs] for block in blocks]
-    for dimension in zip(*spans, strict=True):
-        if all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(dimension))):
-            return True
-    return all(overlap_of(a, b) is None for a, b in itertools.combinations(blocks, 2))
-
-
-def _wire_dtype(entry: Entry, held: Entry | None, wire: WireTypes, ranks: Sequence[int]) -> str:
-    """Return the dtype in which a source's entry travels, and refuse casts that would make no sense."""
-    if wire is None:
-        return entry.dtype
-    explicit = not isinstance(wire, str)
-    chosen = wire.get(entry.name, entry.dtype) if explicit else (held.dtype if held else entry.dtype)  # type: ignore[union-attr]
-    if chosen == entry.dtype:
-        return chosen
-    source, target = getattr(torch, entry.dtype), getattr(torch, chosen)
-    if not (source.is_floating_point and target.is_floating_point) or (target.itemsize == 1 and not explicit):
+def _castable(entry: Entry, wanted: str, named: bool, ranks: Sequence[int]) -> str:
+    """Return the dtype in which a source's entry shall travel; refuse casts that would make no sense, or surprise unless named."""
+    source, target = getattr(torch, entry.dtype), getattr(torch, wanted)
+    sensible = source.is_floating_point and target.is_floating_point and (target.itemsize > 1 or named)
+    if wanted != entry.dtype and not sensible:
         fix = "cast it in the trainer and sync the result, or give both sides one dtype"
-        raise LayoutMismatch("this cast is not made on the wire", slot=entry.name, ranks=ranks, expected=entry.dtype, got=chosen, fix=fix)
-    return chosen
+        raise LayoutMismatch("this cast is not made on the wire", slot=entry.name, ranks=ranks, expected=entry.dtype, got=wanted, fix=fix)
+    return wanted
 
 
 def _differ(what: str, ranks: Sequence[int], slot: str, expected: object, got: object) -> NoReturn:

@@ -1,23 +1,24 @@
 """What two blocks of one slot have in common, and how positions in one become positions in the other.
 
 A block is the product of one run list per dimension, so the overlap of two blocks is the product of the overlaps of their run lists. Per
-dimension it is a short table of segments (coordinate in A, length, coordinate in B). Neighbouring dimensions of
-which the inner one is whole in both blocks are merged, so that what remains is usually one dimension: then
-positions in A and in B differ by a constant on each segment. Otherwise a position is taken apart into
-coordinates (mixed radix), each is looked up in its table, and they are put together again.
+dimension it is a short table of segments (coordinate in A, length, coordinate in B). Neighbouring dimensions are merged where the inner
+one is whole in both blocks or a few segments say it all, so that what remains is usually one dimension: then positions in A and
+in B differ by a constant on each segment. Otherwise a position is taken apart into coordinates (mixed radix), each is
+looked up in its table, and they are put together again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 from dte_dist.layout import Block
 
 __all__ = ["Axis", "Overlap", "overlap_of"]
 
 Segments = tuple[tuple[int, int, int], ...]
-_FEW_ROWS = 4
+_FEW: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Overlap:
     """The part of block A that block B holds too, in positions of each.
 
     Attributes:
-        runs: (position in A, length, position in B), ascending, if a few runs say it all; else empty.
+        runs: (position in A, length, position in B), ascending, if one axis is left; else empty.
         axes: otherwise, at least two axes, outermost first.
         begin, end: the range of positions in A that contains the overlap.
     """
@@ -64,35 +65,28 @@ def overlap_of(a: Block, b: Block) -> Overlap | None:
         >>> overlap_of(Block((((2, 4),),)), Block((((0, 3),),))).runs
         ((0, 1, 2),)
     """
-    axes = _merge(tuple(_axis(x, y) for x, y in zip(a.runs, b.runs, strict=True)))
-    if any(not axis.segments for axis in axes):
+    axes = _merge([_axis(x, y) for x, y in zip(a.runs, b.runs, strict=True)])
+    if not all(axis.segments for axis in axes):
         return None
-    if len(axes) == 2 and sum(length for _, length, _ in axes[0].segments) <= _FEW_ROWS:
-        return _from_runs(_rows(*axes))
     if len(axes) == 1:
-        return _from_runs(axes[0].segments)
-    inner = 1
+        runs = axes[0].segments
+        return Overlap(runs, (), runs[0][0], runs[-1][0] + runs[-1][1])
     low = high = 0
-    for axis in reversed(axes):
-        low += axis.segments[0][0] * inner
-        high += (axis.segments[-1][0] + axis.segments[-1][1] - 1) * inner
-        inner *= axis.extent
+    for axis in axes:
+        low = low * axis.extent + axis.segments[0][0]
+        high = high * axis.extent + axis.segments[-1][0] + axis.segments[-1][1] - 1
     return Overlap((), axes, low, high + 1)
 
 
-def _from_runs(runs: Segments) -> Overlap:
-    return Overlap(runs, (), runs[0][0], runs[-1][0] + runs[-1][1])
-
-
 def _axis(x: tuple[tuple[int, int], ...], y: tuple[tuple[int, int], ...]) -> Axis:
-    """Intersect two run lists of one dimension."""
-    segments = []
+    """Intersect two run lists of one dimension; segments that continue each other in both are one."""
+    segments: list[tuple[int, int, int]] = []
     i = j = at_x = at_y = 0
     while i < len(x) and j < len(y):
         (x0, xn), (y0, yn) = x[i], y[j]
         low, high = max(x0, y0), min(x0 + xn, y0 + yn)
         if high > low:
-            segments.append((at_x + low - x0, high - low, at_y + low - y0))
+            _append(segments, at_x + low - x0, high - low, at_y + low - y0)
         if x0 + xn <= y0 + yn:
             i, at_x = i + 1, at_x + xn
         else:
@@ -100,22 +94,36 @@ def _axis(x: tuple[tuple[int, int], ...], y: tuple[tuple[int, int], ...]) -> Axi
     return Axis(sum(n for _, n in x), sum(n for _, n in y), tuple(segments))
 
 
-def _merge(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """Merge each axis that is whole in both blocks into the axis left of it."""
-    merged: list[Axis] = []
+def _append(segments: list[tuple[int, int, int]], at: int, length: int, other: int) -> None:
+    if segments:
+        last_at, last_length, last_other = segments[-1]
+        if last_at + last_length == at and last_other + last_length == other:
+            segments[-1] = last_at, last_length + length, last_other
+            return
+    segments.append((at, length, other))
+
+
+def _merge(axes: list[Axis]) -> tuple[Axis, ...]:
+    """Merge each axis into the axis left of it if it is whole in both blocks, or if that makes few segments."""
+    merged = [Axis(1, 1, ((0, 1, 0),))]
     for axis in axes:
-        if merged and axis.is_whole:
-            n, outer = axis.extent, merged.pop()
-            axis = Axis(outer.extent * n, outer.other * n, tuple((s * n, k * n, d * n) for s, k, d in outer.segments))
-        merged.append(axis)
-    return tuple(merged) or (Axis(1, 1, ((0, 1, 0),)),)
+        outer = merged[-1]
+        rows = sum(length for _, length, _ in outer.segments)
+        if axis.is_whole:
+            n = axis.extent
+            merged[-1] = Axis(outer.extent * n, outer.other * n, tuple((s * n, k * n, d * n) for s, k, d in outer.segments))
+        elif rows == 1 or rows * len(axis.segments) <= _FEW:
+            merged[-1] = _product(outer, axis)
+        else:
+            merged.append(axis)
+    return tuple(merged)
 
 
-def _rows(outer: Axis, inner: Axis) -> Segments:
-    """Write a two-dimensional overlap of few rows as runs."""
-    return tuple(
-        ((row + k) * inner.extent + s, n, (other + k) * inner.other + d)
-        for row, rows, other in outer.segments
-        for k in range(rows)
-        for s, n, d in inner.segments
-    )
+def _product(outer: Axis, inner: Axis) -> Axis:
+    """Write two axes as one, row by row."""
+    segments: list[tuple[int, int, int]] = []
+    for row, rows, other in outer.segments:
+        for k in range(rows):
+            for at, length, to in inner.segments:
+                _append(segments, (row + k) * inner.extent + at, length, (other + k) * inner.other + to)
+    return Axis(outer.extent * inner.extent, outer.other * inner.other, tuple(segments))

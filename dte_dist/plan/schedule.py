@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final
 
 __all__ = ["SEGMENT", "Chunk", "Parcel", "Schedule", "pack_buckets"]
@@ -107,7 +108,7 @@ def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[
     """Pack the frames of a round into buckets: whole frames, in order of chunk and source, up to `bucket_bytes`.
 
     Args:
-        sizes: for each source, bytes of its frame of each chunk of the round; 0 where nothing changed.
+        sizes: for each source, in one order on all ranks, bytes of its frame of each chunk of the round; 0 where nothing changed.
         bucket_bytes: most bytes of a bucket; a frame that is larger has a bucket of its own.
 
     Example:
@@ -116,9 +117,8 @@ def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[
     """
     buckets: list[list[Parcel]] = []
     filled = 0
-    for chunk in range(max((len(row) for row in sizes.values()), default=0)):
-        for source, row in sizes.items():
-            size = row[chunk]
+    for chunk, column in enumerate(zip_longest(*sizes.values(), fillvalue=0)):
+        for source, size in zip(sizes, column, strict=True):
             if not size:
                 continue
             if not buckets or filled + size > bucket_bytes:

@@ -1,0 +1,53 @@
+"""Names that share one tensor: sources tie them, and then they are one slot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from dte_dist.layout import Manifest
+
+__all__ = ["Ties", "tied_entries"]
+
+
+class Ties:
+    """Names that are tied in some manifest; the first in order stands for all.
+
+    Example:
+        >>> ties = Ties([Manifest((), (), (("embed", "head"),))])
+        >>> ties.canonical("head"), ties.canonical("norm")
+        ('embed', 'norm')
+    """
+
+    def __init__(self, manifests: Iterable[Manifest]) -> None:
+        self._parent: dict[str, str] = {}
+        for manifest in {id(manifest): manifest for manifest in manifests}.values():
+            for group in manifest.ties:
+                for name in group[1:]:
+                    self._join(group[0], name)
+
+    def _join(self, a: str, b: str) -> None:
+        a, b = sorted((self.canonical(a), self.canonical(b)))
+        if a != b:
+            self._parent[b] = a
+
+    def canonical(self, name: str) -> str:
+        """Return the name that stands for all names tied to `name`."""
+        while name in self._parent:
+            name = self._parent[name]
+        return name
+
+
+def tied_entries(manifest: Manifest) -> list[int]:
+    """Return for each entry of a manifest the first entry that surely has the same tensor: often itself.
+
+    Of a name with several regions the manifest does not say which of them are tied, so these stay apart.
+    """
+    place = {entry.name: index for index, entry in enumerate(manifest.entries)}
+    regions = Counter(entry.name for entry in manifest.entries)
+    same = list(range(len(manifest.entries)))
+    for group in manifest.ties:
+        single = sorted(place[name] for name in group if regions[name] == 1)
+        for index in single:
+            same[index] = single[0]
+    return same
