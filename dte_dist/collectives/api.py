@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
-from typing import Any, Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.channels import find_or_open
-from dte_dist.collectives.options import Options, Ranks, WireDtype, check_call, group_ranks
+from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
 from dte_dist.collectives.work import DeltaWork
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport
@@ -28,11 +28,11 @@ _TIMEOUT = timedelta(minutes=10)
 
 @overload
 def delta_broadcast(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ..., **options: Any
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ..., **options: Unpack[CallOptions]
 ) -> SyncReport: ...
 @overload
 def delta_broadcast(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[True] = ..., **options: Any
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., *, async_op: Literal[True], **options: Unpack[CallOptions]
 ) -> DeltaWork: ...
 def delta_broadcast(
     module: Module,

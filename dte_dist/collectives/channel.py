@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -38,7 +39,7 @@ from dte_dist.engine.source import SourceState
 from dte_dist.errors import ApplyFailed, ChannelClosed, DeltaError, PeerLost
 from dte_dist.plan.schedule import Parcel, Schedule
 from dte_dist.report import Phases, SyncReport
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.groups import LossBoard, Wire
 from dte_dist.transport.relay import Relay
 
 __all__ = ["Channel", "Prepared"]
@@ -70,18 +71,18 @@ class Channel:
     Args:
         options: as agreed by all ranks.
         agreement: what all ranks know.
-        control, relay: the channel's own groups.
+        control, relay, board: the channel's own groups, and what is left when they break.
         schedule: how flat spaces are cut.
         source, receiver: what this rank is; may be both.
     """
 
     def __init__(
-        self, options: Options, agreement: Agreement, control: Wire, relay: Relay, schedule: Schedule,
+        self, options: Options, agreement: Agreement, control: Wire, relay: Relay, board: LossBoard, schedule: Schedule,
         source: SourceState | None, receiver: ReceiverState | None,
     ) -> None:  # fmt: skip
         self.options, self.agreement = options, agreement
         self.source, self.receiver = source, receiver
-        self._control, self._relay, self._schedule = control, relay, schedule
+        self._control, self._relay, self._board, self._schedule = control, relay, board, schedule
         self.rank = control.rank
         self.broken: str | None = None
         self._work: DeltaWork | None = None
@@ -152,19 +153,24 @@ class Channel:
             raise ChannelClosed(f"the channel is closed: {self.broken}", fix="call again; a new channel opens")
         try:
             return self._run(prepared)
+        except _Agreed as agreed:
+            raise agreed.error from agreed.error.__cause__
+        except PeerLost as error:
+            raise self._break(error) from error
         except BaseException as error:
-            if not isinstance(error, _Agreed):
-                self._break(error)
-                raise
-            raise error.error from error.error.__cause__
+            self._break(error)
+            raise
         finally:
             if self.source is not None:
                 self.source.rollback()
             if self.receiver is not None:
                 self.receiver.rollback()
 
-    def _break(self, error: BaseException) -> None:
+    def _break(self, error: BaseException) -> PeerLost:
+        """Close the channel and return the error that all survivors raise."""
+        _forget_frames(error)  # they hold operations, which hold connections: peers would not learn that we left
         self.close(f"{type(error).__name__} in an earlier call: {error}")
+        return PeerLost(self._board.agree(str(error)))
 
     def _run(self, prepared: Prepared) -> SyncReport:
         phases = prepared.phases
@@ -306,6 +312,12 @@ class Channel:
         )  # fmt: skip
         _log.info("%s", report)
         return report
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 class _Agreed(Exception):

@@ -27,7 +27,7 @@ from dte_dist.errors import PeerLost
 from dte_dist.layout import Layout
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import Schedule
-from dte_dist.transport.groups import Membership, Wire
+from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
 
 __all__ = ["close", "find_or_open"]
@@ -156,7 +156,7 @@ def _build(
         chain = kept.receiver if kept is not None else None
         receiver = ReceiverState(mine.layout if mine.into is None else mine.into, model, rank, chain=chain)
     kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
-    return Channel(options, agreement, control, relay, schedule, source, receiver)
+    return Channel(options, agreement, control, relay, LossBoard(membership.store), schedule, source, receiver)
 
 
 def _wire(name: str, members: tuple[int, ...] | list[int], membership: Membership, wires: list[Wire]) -> Wire | None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,29 @@ from dte_dist.change.snapshot import Detector
 from dte_dist.layout import Layout, Manifest, Rename, Select
 from dte_dist.plan.model_map import WireTypes
 
-__all__ = ["Options", "Ranks", "WireDtype", "check_call", "group_ranks", "layout_of", "wire_types"]
+__all__ = ["CallOptions", "Options", "Ranks", "WireDtype", "check_call", "group_ranks", "layout_of", "wire_types"]
 
 Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them: one, several, or those of a mesh."""
 
 WireDtype = torch.dtype | Mapping[str, torch.dtype] | Callable[[str, torch.dtype], torch.dtype] | str
 """Dtypes on the wire as a caller names them; see `delta_broadcast`."""
+
+
+class CallOptions(TypedDict, total=False):
+    """The keyword options of a collective; `delta_broadcast` says what they mean."""
+
+    group_src: Ranks | None
+    version: int | None
+    mode: Literal["delta", "full"]
+    into: torch.nn.Module | Layout | None
+    wire_dtype: WireDtype | None
+    select: Select
+    rename: Rename
+    detector: Detector | None
+    anchor_interval: int | None
+    bucket_bytes: int
+    timeout: timedelta | float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +157,7 @@ def layout_of(module: torch.nn.Module | Layout, options: Options) -> Layout:
         ValueError: it is neither a module nor a layout.
     """
     if isinstance(module, Layout):
-        return weakref.proxy(module)  # type: ignore[no-any-return]  # the channel must not keep alive what it is found by
+        return weakref.proxy(module)  # the channel must not keep alive what it is found by
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
     return Layout.from_module(module, select=options.select, rename=options.rename)

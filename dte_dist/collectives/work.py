@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dte_dist.report import SyncReport
@@ -31,10 +32,13 @@ class DeltaWork(dist.Work):
         self._report: SyncReport | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         threading.Thread(target=self._run, args=(run,), name="dte_dist", daemon=True).start()
 
     def _run(self, run: Callable[[], SyncReport]) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)  # a thread starts on device 0
             self._report = run()
         except BaseException as error:  # wait() raises it in the caller's thread
             self._error = error

@@ -12,6 +12,7 @@ message that is too long and takes a short one in silence.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from dte_dist.errors import PeerLost
 
-__all__ = ["Membership", "Pending", "Wire"]
+__all__ = ["LossBoard", "Membership", "Pending", "Wire"]
 
+_BOARD_PATIENCE = timedelta(seconds=5)
+_log = logging.getLogger(__name__)
 _LOST = "start the lost rank again or form a group of the survivors, and call again with that group"
 
 
@@ -88,6 +91,28 @@ class Pending:
             PeerLost: a peer died, closed its connections, or did not answer in time.
         """
         self.wire._guard(self.what, self.ranks, lambda: self.work.wait(self.wire.timeout))
+
+
+class LossBoard:
+    """Where the first rank that loses a peer says so, so that all survivors raise the same text though no group is left.
+
+    Args:
+        store: the store of the channel.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore("lost", store)
+
+    def agree(self, text: str) -> str:
+        """Return the text of the first rank that called, or `text` itself if the store cannot be reached any more."""
+        try:
+            if self._store.add("writers", 1) == 1:
+                self._store.set("text", text)
+            self._store.wait(["text"], _BOARD_PATIENCE)
+            return self._store.get("text").decode()
+        except (RuntimeError, ValueError) as error:  # the store lives on a rank too, perhaps the lost one
+            _log.debug("the store cannot be reached: %s", error)
+            return text
 
 
 class Wire:

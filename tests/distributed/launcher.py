@@ -128,7 +128,7 @@ class Ranks:
         while waiting:
             ready = wait(list(waiting), timeout=seconds)
             if not ready:
-                for pipe, rank in waiting.items():
+                for rank in waiting.values():
                     outcomes[rank] = Outcome(None, "Hang", f"rank {rank} gave no answer in {seconds} s")
                 break
             for pipe in ready:
