@@ -55,7 +55,7 @@ def run(settings: Settings) -> int:
     role = Trainer(settings, mesh, torch.tensor(tokenizer.encode(text))) if rank < half else Rollout(settings, mesh)
 
     million = sum(parameter.numel() for parameter in role.model.parameters()) / 1e6
-    title = f"{million:.1f}M parameters, {half} FSDP2 trainers to {half} tensor-parallel rollout ranks, gloo on one machine"
+    title = f"{million:.1f}M parameters, FSDP2 over {half} to tensor parallel over {half}, gloo between {2 * half} processes"
     with Screen(rank == 0, settings.warmup_steps + settings.steps) as screen:
         screen.say(title)
         warm_up(role, settings, screen)
