@@ -28,12 +28,14 @@ _TIMEOUT = timedelta(minutes=10)
 
 @overload
 def delta_broadcast(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ..., **options: Unpack[CallOptions]
-) -> SyncReport: ...
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> SyncReport: ...  # fmt: skip
 @overload
 def delta_broadcast(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., *, async_op: Literal[True], **options: Unpack[CallOptions]
-) -> DeltaWork: ...
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> DeltaWork: ...  # fmt: skip
 def delta_broadcast(
     module: Module,
     group: ProcessGroup | None = None,
@@ -121,6 +123,6 @@ def _check(channel: Channel, options: Options, error: Exception | None) -> None:
         raise error
     different = channel.options.differences(options)
     if different:
-        raise ValueError(
-            f"{', '.join(different)} differ from the call that opened the channel: pass the same, or call dte_dist.close(module, group) on every rank first"
-        )
+        names = ", ".join(different)
+        fix = "pass the same, or call dte_dist.close(module, group) on every rank first"
+        raise ValueError(f"{names}: not what the call that opened the channel passed; {fix}")

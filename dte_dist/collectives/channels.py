@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,10 @@ from dte_dist.change.snapshot import Snapshot
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
 from dte_dist.collectives.options import Options
+from dte_dist.collectives.sync import Parts
+from dte_dist.engine.chain import Chain
 from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import Chain, SourceState
+from dte_dist.engine.source import SourceState
 from dte_dist.errors import PeerLost
 from dte_dist.layout import Layout
 from dte_dist.plan.model_map import ModelMap
@@ -110,23 +113,23 @@ def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
 def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
     membership = Membership.join(group, options.timeout)
     control = Wire("control", range(membership.size), membership, "gloo")
-    wires: list[Wire] = []
+    opening = _Opening(membership, [control], options)
+    channel: Channel | None = None
     try:
         agreement, mine = _agree(control, module, into, options, error)
-        channel: Channel | None = None
         try:
-            channel = _build(module, membership, control, wires, agreement, mine, options)
+            channel = opening.build(agreement, mine, _kept.pop(module, None))
         except PeerLost:
             raise
         except Exception as caught:  # told to all ranks in the last row
             error = caught
         if control.rows(np.array([error is not None], np.int64)).any() or channel is None:
             raise_together(control, error)
-        return channel  # type: ignore[return-value]
     except BaseException:
-        for wire in (control, *wires):
+        for wire in opening.wires:
             wire.close()
         raise
+    return channel  # type: ignore[return-value]  # raise_together raised where there is none
 
 
 def _agree(
@@ -137,50 +140,60 @@ def _agree(
         mine = describe(module, into, options) if error is None else None
     except Exception as caught:  # told to all ranks in the first row
         error = caught
-    return agree(control, mine, error), mine  # type: ignore[return-value]
+    return agree(control, mine, error), mine  # type: ignore[return-value]  # agree raised where there is none
 
 
-def _build(
-    module: Model, membership: Membership, control: Wire, wires: list[Wire], agreement: Agreement, mine: Described, options: Options
-) -> Channel:
-    rank, root, model = membership.rank, agreement.root, agreement.model
-    totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
-    schedule = Schedule(totals, options.bucket_bytes)
-    gather = _wire("gather", agreement.sources, membership, wires)
-    stream = _wire("stream", sorted({root, *agreement.receivers}), membership, wires)
-    relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=options.bucket_bytes)
-    kept = _kept.pop(module, None)
-    source = _source(kept, model, rank, schedule, agreement, mine, options) if rank in agreement.sources else None
-    receiver = None
-    if rank in agreement.receivers:
-        chain = kept.receiver if kept is not None else None
-        receiver = ReceiverState(mine.layout if mine.into is None else mine.into, model, rank, chain=chain)
-    kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
-    return Channel(options, agreement, control, relay, LossBoard(membership.store), schedule, source, receiver)
+@dataclass(slots=True)
+class _Opening:
+    """A channel in the making.
 
+    Attributes:
+        membership: of this rank in the group.
+        wires: the groups made so far, the control group first.
+        options: of the call.
+    """
 
-def _wire(name: str, members: tuple[int, ...] | list[int], membership: Membership, wires: list[Wire]) -> Wire | None:
-    """Make a data group if it has several members and this rank is one."""
-    if len(members) < 2 or membership.rank not in members:
-        return None
-    wires.append(Wire(name, members, membership, membership.backend))
-    return wires[-1]
+    membership: Membership
+    wires: list[Wire]
+    options: Options
 
+    def build(self, agreement: Agreement, mine: Described, kept: _Kept | None) -> Channel:
+        """Make the data groups and the states; groups are made in the same order on all ranks."""
+        rank, root, model = self.membership.rank, agreement.root, agreement.model
+        totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
+        schedule = Schedule(totals, self.options.bucket_bytes)
+        gather = self._wire("gather", sorted(agreement.sources))
+        stream = self._wire("stream", sorted({root, *agreement.receivers}))
+        relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes)
+        source = self._source(agreement, mine, kept, schedule) if rank in agreement.sources else None
+        receiver = self._receiver(agreement, mine, kept) if rank in agreement.receivers else None
+        kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
+        parts = Parts(agreement, schedule, self.wires[0], relay, source, receiver)
+        return Channel(self.options, parts, LossBoard(self.membership.store))
 
-def _source(
-    kept: _Kept | None, model: ModelMap, rank: int, schedule: Schedule, agreement: Agreement, mine: Described, options: Options
-) -> SourceState:
-    chain: Chain | None = None
-    snapshot: Snapshot | None = None
-    if kept is not None and kept.source is not None and kept.source[2] == _digest(model, rank):
-        chain, snapshot = kept.source[:2]
-    return SourceState(
-        mine.layout, model, rank, schedule, agreement.schema, detector=options.detector, chain=chain, snapshot=snapshot
-    )  # fmt: skip
+    def _wire(self, name: str, members: Sequence[int]) -> Wire | None:
+        """Make a data group if it has several members and this rank is one."""
+        if len(members) < 2 or self.membership.rank not in members:
+            return None
+        self.wires.append(Wire(name, members, self.membership, self.membership.backend))
+        return self.wires[-1]
+
+    def _source(self, agreement: Agreement, mine: Described, kept: _Kept | None, schedule: Schedule) -> SourceState:
+        rank, model = self.membership.rank, agreement.model
+        state = SourceState(mine.layout, model, rank, schedule, agreement.schema, detector=self.options.detector)
+        if kept is not None and kept.source is not None and kept.source[2] == _digest(model, rank):
+            state.chain, state.snapshot = kept.source[:2]
+        return state
+
+    def _receiver(self, agreement: Agreement, mine: Described, kept: _Kept | None) -> ReceiverState:
+        state = ReceiverState(mine.layout if mine.into is None else mine.into, agreement.model, self.membership.rank)
+        if kept is not None and kept.receiver is not None:
+            state.chain = kept.receiver
+        return state
 
 
 def _keep(channel: Channel) -> _Kept:
-    source, receiver, model = channel.source, channel.receiver, channel.agreement.model
+    source, receiver, model = channel.parts.source, channel.parts.receiver, channel.parts.agreement.model
     return _Kept(
         None if source is None else (source.chain, source.snapshot, _digest(model, channel.rank)),
         None if receiver is None else receiver.chain,

@@ -106,7 +106,8 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
     descriptions = _share(control, rows, data)
     padded = np.zeros(int(rows[:, 2].max()), np.int64)
     padded[: len(coordinates)] = coordinates
-    places = [row[:size].tolist() for row, size in zip(control.rows(padded), rows[:, 2], strict=True)] if len(padded) else [[] for _ in rows]
+    table = control.rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
+    places = [row[:size].tolist() for row, size in zip(table, rows[:, 2], strict=True)]
     return _plan(descriptions, places, rows[:, 3:].tobytes())
 
 
@@ -150,7 +151,8 @@ class _Description:
         sizes = np.frombuffer(data[:24], np.int64).tolist()
         head, manifest, into = (data[24 + sum(sizes[:i]) : 24 + sum(sizes[: i + 1])] for i in range(3))
         said = json.loads(head)
-        return cls(said["options"], said["wire"], said["partial"], Manifest.from_bytes(manifest), Manifest.from_bytes(into) if into else None)
+        second = Manifest.from_bytes(into) if into else None
+        return cls(said["options"], said["wire"], said["partial"], Manifest.from_bytes(manifest), second)
 
 
 def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:

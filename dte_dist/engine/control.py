@@ -13,12 +13,10 @@ from typing import Final
 
 import numpy as np
 
+from dte_dist.engine.chain import NONE
 from dte_dist.errors import VersionError, VersionReplay
 
-__all__ = ["NONE", "ControlRow", "Decision", "decide"]
-
-NONE: Final = -1
-"""A version that is not there, in a row and on the wire."""
+__all__ = ["ControlRow", "Decision", "decide"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,7 @@ class ControlRow:
         source_stream: lineage of the snapshot; a random number that its first seed was given.
         receiver_version: version of the live copy, or NONE: never seeded, or dirty.
         receiver_stream: lineage that the copy follows.
+        newest: highest version this rank ever held, dirty since or not.
         wanted: version that the caller asked for, or NONE.
         full: 1 if the source has prepared a full sync.
         reason: why it is full, a number of `REASONS`.
@@ -46,6 +45,7 @@ class ControlRow:
     source_stream: int = 0
     receiver_version: int = NONE
     receiver_stream: int = 0
+    newest: int = NONE
     wanted: int = NONE
     full: int = 0
     reason: int = 0
@@ -110,12 +110,12 @@ def decide(rows: Sequence[ControlRow], root: int) -> Decision:
     base, stream = (NONE, 0) if len(states) > 1 else next(iter(states))
     followers = () if full else tuple(r for r in receivers if _follows(rows[r], base, stream))
     seeded = tuple(rank for rank in receivers if rank not in followers)
-    held = [rows[r].source_version for r in sources] + [rows[r].receiver_version for r in receivers]
-    newest = base if followers else max(held)
+    newest = base if followers else max(max(row.newest, row.source_version, row.receiver_version) for row in rows)
     version = _version(rows, newest)
     if not followers and base == NONE:
         stream = rows[root].proposal
-    return Decision(version, base, stream, followers, seeded, _reason(rows, sources, followers, seeded, len(states) > 1, (base, stream)))
+    reason = "sources hold different versions" if len(states) > 1 else _reason(rows, followers, seeded, base, stream)
+    return Decision(version, base, stream, followers, seeded, reason)
 
 
 def _follows(row: ControlRow, base: int, stream: int) -> bool:
@@ -140,18 +140,15 @@ def _version(rows: Sequence[ControlRow], newest: int) -> int:
     return version
 
 
-def _reason(
-    rows: Sequence[ControlRow], sources: Sequence[int], followers: Sequence[int], seeded: Sequence[int], differ: bool, held: tuple[int, int]
-) -> str:
-    if differ:
-        return "sources hold different versions"
-    said = REASONS[max(rows[rank].reason for rank in sources)]
+def _reason(rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequence[int], base: int, stream: int) -> str:
+    """Say why receivers are seeded."""
     if not seeded:
         return ""
+    said = REASONS[max(row.reason for row in rows)]
     if not followers and said:
-        known = [rows[rank].receiver_version for rank in seeded if rows[rank].receiver_version != NONE]
-        return f"sources restarted, receivers held v{max(known)}" if said == "first sync" and known else said
-    return "; ".join(f"rank {rank} seeded: {_why(rows[rank], *held)}" for rank in seeded)
+        known = max(rows[rank].receiver_version for rank in seeded)
+        return f"sources restarted, receivers held v{known}" if said == REASONS[1] and known != NONE else said
+    return "; ".join(f"rank {rank} seeded: {_why(rows[rank], base, stream)}" for rank in seeded)
 
 
 def _why(row: ControlRow, base: int, stream: int) -> str:

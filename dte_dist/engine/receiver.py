@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dte_dist.change.flat import FlatTensors
 from dte_dist.codec import FrameHead, read_frame
-from dte_dist.engine.control import NONE
-from dte_dist.engine.source import Chain
+from dte_dist.engine.chain import NONE, Chain
 from dte_dist.layout import Layout
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.model_map import ModelMap
@@ -31,16 +30,15 @@ class ReceiverState:
     Args:
         layout: where the live tensors are.
         model, rank: which blocks this rank holds, and what every source sends.
-        chain: where an earlier channel left off.
 
     Attributes:
         error: the first error of this sync, or None.
         chain: version and lineage; version NONE means never seeded, being seeded, or dirty.
     """
 
-    def __init__(self, layout: Layout, model: ModelMap, rank: int, *, chain: Chain | None = None) -> None:
+    def __init__(self, layout: Layout, model: ModelMap, rank: int) -> None:
         self._layout = layout
-        self.chain = chain or Chain()
+        self.chain = Chain()
         self.error: Exception | None = None
         self._spaces = model.receiver_spaces[rank]
         self._remaps: dict[int, dict[int, Sequence[Remap]]] = {
@@ -90,9 +88,9 @@ class ReceiverState:
         self._staged.apply(self._targets)
         self.chain.version = version
 
-    def commit(self, version: int, stream: int) -> None:
+    def commit(self, version: int, stream: int, *, full: bool = False) -> None:
         """Move to `version`."""
-        self.chain.version, self.chain.stream = version, stream
+        self.chain.move(version, stream, full=full)
         self.rollback()
 
     def rollback(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
 from dte_dist.codec import FrameHead, FrameWriter, read_frame, read_head
-from dte_dist.engine.control import NONE
+from dte_dist.engine.chain import NONE, Chain
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout
 from dte_dist.plan.model_map import ModelMap
@@ -27,22 +26,7 @@ from dte_dist.plan.schedule import SEGMENT, Chunk, Schedule
 from dte_dist.plan.space import FlatSpace
 from dte_dist.report import Phases
 
-__all__ = ["Chain", "SourceState", "one_device"]
-
-
-@dataclass(slots=True)
-class Chain:
-    """Where a rank stands: which version of which lineage it holds.
-
-    Attributes:
-        version: NONE before the first seed, and while dirty.
-        stream: random number of the lineage.
-        deltas: how many deltas since the last full sync.
-    """
-
-    version: int = NONE
-    stream: int = 0
-    deltas: int = 0
+__all__ = ["SourceState", "one_device"]
 
 
 class SourceState:
@@ -54,18 +38,17 @@ class SourceState:
         schedule: how its flat spaces are cut.
         schema: hash of the model map, that frames carry.
         detector: see `change.snapshot`.
-        chain: where an earlier channel left off, together with `snapshot`.
     """
 
     def __init__(
         self, layout: Layout, model: ModelMap, rank: int, schedule: Schedule, schema: int,
-        *, detector: Detector | None = None, chain: Chain | None = None, snapshot: Snapshot | None = None,
+        *, detector: Detector | None = None,
     ) -> None:  # fmt: skip
         self._layout, self._model, self._rank, self._schedule, self._schema = layout, model, rank, schedule, schema
         self.spaces: Mapping[int, FlatSpace] = model.source_spaces[rank]
-        self.chain = chain or Chain()
+        self.chain = Chain()
         self._detector = detector
-        self.snapshot = snapshot
+        self.snapshot: Snapshot | None = None
         self.changed = 0
         self.codecs: Counter[str] = Counter()
         self._pending: list[list[Tensor]] | None = None
@@ -133,7 +116,7 @@ class SourceState:
 
     def _settle(self) -> None:
         """Write the prepared delta into the snapshot, which then holds the live bits of `prepare`."""
-        for number, frames in enumerate(self._pending or ()):
+        for frames in self._pending or ():
             for frame in frames:
                 if len(frame):
                     head = read_head(frame)
@@ -144,8 +127,7 @@ class SourceState:
     def commit(self, version: int, stream: int, *, full: bool) -> None:
         """Move to `version`: the receivers have what was prepared, and the snapshot takes it over."""
         self._settle()
-        self.chain.version, self.chain.stream = version, stream
-        self.chain.deltas = 0 if full else self.chain.deltas + 1
+        self.chain.move(version, stream, full=full)
 
     def rollback(self) -> None:
         """Forget what was prepared; the snapshot is as it was."""
