@@ -87,23 +87,33 @@ class Describer:
         if isinstance(given, Region):
             return given.full_shape, _Place(Placement(block=given.block), given.block.shape), settled(tensor)
         if isinstance(given, ShardSpec):
-            return given.full_shape, self._place(name, given.full_shape, given.mesh, given.placements, None), settled(tensor)
+            return given.full_shape, self._place(name, given.full_shape, given.mesh, given.placements), settled(tensor)
         if isinstance(tensor, DTensor):
             spec, shape = tensor._spec, tuple(tensor.shape)
-            order = getattr(spec, "shard_order", None)
-            return shape, self._place(name, shape, spec.mesh, spec.placements, order), settled(tensor._local_tensor)
+            # Both fields are new in recent versions of torch; without them, placements mean what they mean by default.
+            order, decode = getattr(spec, "shard_order", None), getattr(spec, "use_strided_shard_as_shard_order", True)
+            return shape, self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode), settled(tensor._local_tensor)
         shape = tuple(tensor.shape)
         return shape, _Place(WHOLE, shape), settled(tensor)
 
-    def _place(self, name: str, shape: tuple[int, ...], mesh: DeviceMesh | None, placements: Sequence[Any], order: Any) -> _Place:
+    def _place(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        mesh: DeviceMesh | None,
+        placements: Sequence[Any],
+        *,
+        order: Any = None,
+        decode: bool = True,
+    ) -> _Place:
         if mesh is None:
             return _Place(WHOLE, shape)
-        key = (id(mesh), shape, placements, order)
+        key = (id(mesh), shape, placements, order, decode)
         place = self._places.get(key)
         if place is None:
             number = self._number(mesh)
             spec, coordinate = self.meshes[number], self.coordinates[number]
-            cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order)
+            cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order, decode=decode)
             local_shape = (0,) if coordinate is None else cut_block(shape, spec.shape, coordinate, cuts).shape
             place = self._places[key] = _Place(Placement(number, cuts), local_shape)
         return place

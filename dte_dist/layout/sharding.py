@@ -58,7 +58,13 @@ class ShardSpec:
 
 
 def cuts_of(
-    slot: str, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], *, shard_order: Any = None
+    slot: str,
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Any],
+    *,
+    shard_order: Any = None,
+    decode: bool = True,
 ) -> tuple[Cut, ...]:
     """Return the cuts that DTensor placements mean, in order of application.
 
@@ -68,6 +74,7 @@ def cuts_of(
         mesh_shape: shape of the mesh.
         placements: one placement per mesh dimension.
         shard_order: `DTensorSpec.shard_order` where it is set: pairs of a tensor dimension and its mesh dimensions in order.
+        decode: whether split factors say in which order the mesh dimensions were applied; otherwise they are taken literally.
 
     Raises:
         LayoutMismatch: a placement is Partial or unknown, or a `_StridedShard` has no single meaning; names the slot.
@@ -84,10 +91,11 @@ def cuts_of(
     cuts: list[Cut] = []
     for dim in sorted({cut.dim for cut in real}):
         mine = [cut for cut in real if cut.dim == dim]
-        if dim in orders and all(cut.split_factor == 1 for cut in mine):
-            cuts += sorted(mine, key=lambda cut: orders[cut.dim].index(cut.mesh_dim))
+        if any(cut.split_factor > 1 for cut in mine):
+            ordered = _decoded(mine, mesh_shape) if decode else None
+            cuts += ordered or _literal(slot, mine, shape[dim], mesh_shape, placements)
         else:
-            cuts += _decoded(mine, mesh_shape) or _literal(slot, mine, shape[dim], mesh_shape, placements)
+            cuts += sorted(mine, key=lambda cut: orders[cut.dim].index(cut.mesh_dim)) if dim in orders else mine
     return tuple(cuts)
 
 

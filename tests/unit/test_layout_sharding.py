@@ -88,6 +88,14 @@ def test_a_split_factor_of_no_order_is_taken_literally_where_it_divides_evenly()
         cuts_of("w", (6,), (2, 2), placements)
 
 
+def test_split_factors_are_taken_literally_where_the_spec_says_so():
+    placements = (_StridedShard(0, split_factor=2), Shard(0))
+    assert cuts_of("w", (8,), (2, 2), placements, decode=False) == (Cut(0, 0, 2), Cut(0, 1))
+    assert cuts_of("w", (7,), (2, 2), placements) == (Cut(0, 1), Cut(0, 0))
+    with pytest.raises(LayoutMismatch, match="divides evenly"):
+        cuts_of("w", (7,), (2, 2), placements, decode=False)
+
+
 class UnknownShard(Shard):
     """A placement from elsewhere: what it means is not known here."""
 

@@ -140,6 +140,16 @@ def test_a_module_that_no_longer_fits_is_refused_every_time(change, text):
             layout.tensors()
 
 
+def test_a_tensor_that_moved_to_another_kind_of_device_is_refused():
+    module = nn.Linear(2, 2)
+    layout = Layout.from_module(module)
+    layout._device_types[1] = "cuda"  # as if it had been built there: this machine has one kind only
+    layout.tensors()
+    module.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(LayoutMismatch, match=r"kind of device \[slot 'weight'; expected cuda; got cpu\]"):
+        layout.tensors()
+
+
 def test_a_layout_recovers_when_the_module_does():
     module = Model()
     layout, scale = Layout.from_module(module), module.scale
