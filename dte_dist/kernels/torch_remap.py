@@ -1,10 +1,13 @@
 """The kernels of translation with plain torch ops, for tensors of any device; no host synchronisation but for a count.
 
-Entries differ in their number of axes, so all are padded to the most with axes of length one: the arithmetic of a
-position is then the same everywhere, and one gather per axis fetches its numbers.
+Entries differ in their number of axes: the axes are gone through from the innermost outwards, and an entry that has none left sits out.
+The tables of a remap are copied to a device once.
 """
 
 from __future__ import annotations
+
+from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,44 +20,67 @@ __all__ = ["place", "translate"]
 
 def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Translate positions of a source's flat space into a receiver's; see `kernels.cpu_remap.translate`."""
-    device = positions.device
-
-    def column(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    begin, end = column(remap.begin), column(remap.end)
+    tables = _tables(remap, positions.device)
     at = positions.to(torch.int64) + first
-    entry = torch.searchsorted(end, at, right=True)
-    held = entry < len(end)
-    entry = entry.clamp_(max=len(end) - 1)
-    held &= at >= begin[entry]
-    target = column(remap.shift)[entry]
-    first_axis, axes = column(remap.axis)[entry], column(remap.axes)[entry]
-    rest = at - column(remap.origin)[entry]
-    extent, stride = column(np.append(remap.extent, 1)), column(np.append(remap.stride, 0))
-    target = target + torch.where(axes == 0, at, 0)
-    for back in range(1, int(remap.axes.max(initial=0)) + 1):
-        has = axes >= back
-        axis = torch.where(has, first_axis + axes - back, len(extent) - 1)
-        coordinate = torch.where(axes > back, rest % extent[axis], rest)
-        rest = torch.where(axes > back, rest // extent[axis], rest)
-        found, moved = _look_up(remap, axis, coordinate, device)
-        target = target + torch.where(has, moved * stride[axis], 0)
+    entry = torch.searchsorted(tables.end, at, right=True).clamp_(max=len(tables.end) - 1)
+    held = (at >= tables.begin[entry]) & (at < tables.end[entry])
+    axes, inner = tables.axes[entry], tables.inner[entry]
+    target = tables.shift[entry] + torch.where(axes == 0, at, 0)
+    rest = at - tables.origin[entry]
+    for back in range(tables.depth):
+        has = axes > back
+        axis = torch.where(has, inner - back, tables.none)
+        extent = tables.extent[axis]
+        coordinate = torch.where(axes > back + 1, rest % extent, rest)
+        rest = rest // extent
+        found, moved = tables.look_up(axis, coordinate)
+        target = target + torch.where(has, moved * tables.stride[axis], 0)
         held &= found | ~has
-    return target[held], bits[held]
-
-
-def _look_up(remap: Tables, axis: Tensor, coordinate: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Find coordinates in the segments of their axes: whether there, and the coordinate in the receiver."""
-    span = int(max(remap.extent.max(initial=0), 1)) + 1
-    owner = np.repeat(np.arange(len(remap.extent)), np.diff(remap.segment))
-    keys = torch.from_numpy(owner * span + remap.low).to(device)
-    segment = (torch.searchsorted(keys, axis * span + coordinate, right=True) - 1).clamp_(min=0)
-    low, high, target, owners = (torch.from_numpy(a).to(device)[segment] for a in (remap.low, remap.high, remap.target, owner))
-    return (owners == axis) & (coordinate >= low) & (coordinate < high), coordinate - low + target
+    kept = held.nonzero().view(-1)
+    return target[kept], bits[kept]
 
 
 def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy dense bits to where a receiver's space holds them; see `kernels.cpu_remap.place`."""
     positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
     torch_ops.scatter(flat, *translate(remap, first, positions, bits))
+
+
+class _DeviceTables:
+    """The tables of a remap on one device, with one more axis of length one that entries without axes can point to.
+
+    Attributes:
+        inner: [entries] innermost axis of each.
+        depth: most axes of an entry.
+        none: the additional axis.
+    """
+
+    def __init__(self, remap: Tables, device: torch.device) -> None:
+        def column(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        self.begin, self.end, self.shift, self.origin = map(column, (remap.begin, remap.end, remap.shift, remap.origin))
+        self.axes, self.inner = column(remap.axes), column(remap.axis + remap.axes - 1)
+        self.extent, self.stride = column(np.append(remap.extent, 1)), column(np.append(remap.stride, 0))
+        self.low, self.high, self.target = map(column, (remap.low, remap.high, remap.target))
+        self.depth, self.none = int(remap.axes.max(initial=0)), len(remap.extent)
+        owner = np.repeat(np.arange(len(remap.extent)), np.diff(remap.segment))
+        self._span = int(remap.extent.max(initial=0)) + 1
+        self._owner, self._keys = column(owner), column(owner * self._span + remap.low)
+
+    def look_up(self, axis: Tensor, coordinate: Tensor) -> tuple[Tensor, Tensor]:
+        """Find coordinates in the segments of their axes: whether there, and the coordinate in the receiver."""
+        segment = (torch.searchsorted(self._keys, axis * self._span + coordinate, right=True) - 1).clamp_(min=0)
+        low, high = self.low[segment], self.high[segment]
+        found = (self._owner[segment] == axis) & (coordinate >= low) & (coordinate < high)
+        return found, coordinate - low + self.target[segment]
+
+
+_known: Final[WeakKeyDictionary[Tables, dict[torch.device, _DeviceTables]]] = WeakKeyDictionary()
+
+
+def _tables(remap: Tables, device: torch.device) -> _DeviceTables:
+    on_devices = _known.setdefault(remap, {})
+    if device not in on_devices:
+        on_devices[device] = _DeviceTables(remap, device)
+    return on_devices[device]

@@ -1,0 +1,297 @@
+"""Translation between flat spaces, by both modules of kernels, against the elements that the spaces hold."""
+
+from __future__ import annotations
+
+from math import prod
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dte_dist import kernels
+from dte_dist.change.flat import BITS, FlatTensors
+from dte_dist.kernels import cpu_remap, torch_remap
+from dte_dist.layout import Block, Cut, cut_block
+from dte_dist.patch import StagedPatch, Target
+from dte_dist.plan.remap import build_remaps
+from dte_dist.plan.schedule import SEGMENT
+from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from tests.unit.geometry import global_index, homes, local_index, pairs_of_spaces, whole_space
+
+KERNELS = [cpu_remap, torch_remap]
+both = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu", "torch"])
+widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
+some = settings(max_examples=80, deadline=None)
+
+
+def random_bits(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    data = np.random.default_rng(seed).integers(0, 256, (count + 1) * width, np.uint8)
+    return torch.from_numpy(data).view(BITS[width])[:count]
+
+
+def space_of(width: int, *pieces: tuple[int, Block]) -> FlatSpace:
+    return FlatSpace.of(width, Pieces.of(Piece(slot, index, block) for index, (slot, block) in enumerate(pieces)))
+
+
+def translated(kernel: ModuleType, remaps, first: int, positions, bits) -> list[tuple[int, int]]:
+    """Return (receiver position, bits) of all layers together."""
+    found = []
+    for remap in remaps:
+        at, kept = kernel.translate(remap, first, torch.tensor(positions, dtype=torch.int32), bits)
+        assert at.dtype == torch.int64
+        assert kept.dtype == bits.dtype
+        found += zip(at.tolist(), kept.tolist(), strict=True)
+    return found
+
+
+def target_of(space: FlatSpace, seed: int, strided: bool = False, width: int | None = None) -> FlatTensors:
+    """Return tensors of a receiver, filled with noise; every other one transposed or sliced if `strided`."""
+    width = width or space.width
+    tensors = []
+    for index, piece in enumerate(space.pieces):
+        tensor = random_bits(piece.block.numel, width, seed + index).view(piece.block.shape)
+        if strided and index % 2 == 0:
+            tensor = tensor.mT.contiguous().mT if tensor.dim() > 1 else torch.stack([tensor, tensor], -1)[..., 0]
+        tensors.append(tensor)
+    return FlatTensors(tensors, width, space.starts)
+
+
+def content(flat: FlatTensors) -> list[int]:
+    return [bit for tensor in flat.tensors for bit in tensor.contiguous().view(-1).tolist()]
+
+
+@some
+@given(st.data())
+def test_translate_sends_every_position_to_all_its_homes(data) -> None:
+    shapes, source, receiver = data.draw(pairs_of_spaces())
+    remaps, expected = build_remaps(source, receiver), homes(source, receiver, shapes)
+    begin = data.draw(st.integers(0, source.numel))
+    kept = data.draw(st.lists(st.booleans(), min_size=source.numel - begin, max_size=source.numel - begin))
+    positions = np.flatnonzero(kept).tolist()
+    for width in BITS:
+        bits = random_bits(len(positions), width)
+        wanted = sorted((home, bit) for position, bit in zip(positions, bits.tolist(), strict=True) for home in expected[begin + position])
+        for kernel in KERNELS:
+            assert sorted(translated(kernel, remaps, begin, positions, bits)) == wanted
+
+
+@some
+@given(pairs_of_spaces())
+def test_tables_are_ascending_disjoint_and_no_more_than_needed(drawn) -> None:
+    shapes, source, receiver = drawn
+    remaps = build_remaps(source, receiver)
+    most = max(map(len, homes(source, receiver, shapes)), default=0)
+    assert (len(remaps) == 0) == (most == 0)
+    assert len(remaps) >= most
+    for remap in remaps:
+        assert len(remap.begin)
+        assert (remap.begin < remap.end).all()
+        assert (remap.begin[1:] >= remap.end[:-1]).all()
+        assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in remap.tables())
+
+
+@some
+@given(st.data())
+def test_place_writes_every_home_and_nothing_else(data) -> None:
+    shapes, source, receiver = data.draw(pairs_of_spaces())
+    begin = data.draw(st.integers(0, source.numel))
+    end, strided = data.draw(st.integers(begin, source.numel)), data.draw(st.booleans())
+    remaps, places = build_remaps(source, receiver), homes(source, receiver, shapes)[begin:end]
+    touched = {int(np.searchsorted(receiver.starts, home, side="right")) - 1 for several in places for home in several}
+    for width in BITS:
+        flats, bits = [target_of(receiver, 100, strided, width) for _ in KERNELS], random_bits(end - begin, width)
+        expected, before = content(flats[0]), [tensor._version for tensor in flats[0].tensors]
+        for several, bit in zip(places, bits.tolist(), strict=True):
+            for home in several:
+                expected[home] = bit
+        for kernel, flat in zip(KERNELS, flats, strict=True):
+            for remap in remaps:
+                kernel.place(remap, begin, bits, flat)
+            assert content(flat) == expected
+            assert {i for i, version in enumerate(before) if flat.tensors[i]._version != version} == touched
+
+
+def test_ranks_that_are_placed_alike_need_one_entry() -> None:
+    shapes = [(9, 4), (), (50, 3), (7,)]
+    blocks = [cut_block(shape, (3, 2), (1, 1), [Cut(0, 1), Cut(0, 0)] if shape else []) for shape in shapes]
+    source, receiver = (space_of(2, *enumerate(blocks)) for _ in range(2))
+    (remap,) = build_remaps(source, receiver)
+    assert (remap.begin.tolist(), remap.end.tolist(), remap.shift.tolist(), len(remap.extent)) == ([0], [source.numel], [0], 0)
+
+
+def test_neighbours_are_joined_only_where_both_sides_continue() -> None:
+    source = whole_space(2, (4,), (5,), (6,), (7,))
+    receiver = space_of(2, *((slot, Block.whole((4 + slot,))) for slot in (0, 1, 3)))
+    (remap,) = build_remaps(source, receiver)
+    assert list(zip(remap.begin.tolist(), remap.end.tolist(), remap.shift.tolist(), strict=True)) == [(0, 9, 0), (15, 22, -6)]
+
+
+def test_entries_of_like_geometry_share_their_axes() -> None:
+    source = whole_space(2, *[(40, 30)] * 50)
+    receiver = space_of(2, *((slot, Block.rectangle((0, 10), (40, 10))) for slot in range(50)))
+    (remap,) = build_remaps(source, receiver)
+    assert (len(remap.begin), len(remap.extent), len(remap.low)) == (50, 2, 2)
+
+
+@both
+def test_a_tied_source_feeds_untied_receivers(kernel: ModuleType) -> None:
+    """One slot on the source, two tensors on the receiver: the second home is in a second table."""
+    source = whole_space(2, (3,), (2, 4), (2,))
+    receiver = space_of(2, (0, Block.whole((3,))), (1, Block.whole((2, 4))), (1, Block.whole((2, 4))), (2, Block.whole((2,))))
+    remaps = build_remaps(source, receiver)
+    assert [len(remap.begin) for remap in remaps] == [2, 1]
+    bits = random_bits(13, 2)
+    flat = target_of(receiver, 5)
+    for remap in remaps:
+        kernel.place(remap, 0, bits, flat)
+    expected = bits.tolist()
+    assert content(flat) == expected[:3] + expected[3:11] * 2 + expected[11:]
+
+
+@both
+def test_regions_of_one_slot_in_any_order(kernel: ModuleType) -> None:
+    """A fused projection: rows in another order, columns interleaved in the source's space."""
+    source = whole_space(4, (8, 6))
+    rows = space_of(4, (0, Block.rectangle((6, 0), (2, 6))), (0, Block.rectangle((0, 0), (3, 6))))
+    (remap,) = build_remaps(source, rows)
+    assert remap.begin.tolist() == [0, 36]
+    columns = space_of(4, (0, Block.rectangle((0, 4), (8, 2))), (0, Block.rectangle((0, 0), (8, 4))))
+    assert len(build_remaps(source, columns)) == 2
+    bits = random_bits(48, 4)
+    for receiver in (rows, columns):
+        flat = target_of(receiver, 7)
+        for remap in build_remaps(source, receiver):
+            kernel.place(remap, 0, bits, flat)
+        whole = bits.view(8, 6)
+        for piece, tensor in zip(receiver.pieces, flat.tensors, strict=True):
+            assert torch.equal(tensor.reshape(-1), whole.reshape(-1)[piece.block.global_indices((8, 6))])
+
+
+@both
+@widths
+def test_a_run_crosses_many_tensors(kernel: ModuleType, width: int) -> None:
+    """Both sides hold 100 small tensors alike: one entry, and every tensor border is inside it."""
+    shapes = [(1 + index % 3, 2) for index in range(100)]
+    space = whole_space(width, *shapes)
+    (remap,) = build_remaps(space, space)
+    bits = random_bits(space.numel, width)
+    for begin, end in [(0, space.numel), (3, 4), (5, space.numel - 3), (7, 7), (1, 12)]:
+        flat = target_of(space, 11)
+        expected = content(flat)
+        expected[begin:end] = bits[begin:end].tolist()
+        kernel.place(remap, begin, bits[begin:end], flat)
+        assert content(flat) == expected
+
+
+HUGE = (1 << 20, 5000)
+"""More than 2^32 elements; nothing of this size is ever allocated."""
+
+
+def huge_spaces() -> tuple[list[tuple[int, ...]], FlatSpace, FlatSpace]:
+    """A source whose rows are strided, a receiver of some columns and a tail; the source's space passes 2^31 more than once."""
+    shapes = [(3 << 30,), HUGE, (1000, 7), (1 << 33,)]
+    rows = cut_block(HUGE, (4, 2), (1, 1), [Cut(0, 1), Cut(0, 0, split_factor=64)])
+    assert len(rows.runs[0]) > 1
+    source = space_of(2, (0, Block.rectangle((0,), (3 << 30,))), (1, rows), (2, Block.whole((1000, 7))), (3, Block.whole((1 << 33,))))
+    tail = (1 << 33) - (1 << 20)
+    columns = (1, Block((((0, 1 << 20),), ((17, 3), (4000, 900)))))
+    receiver = space_of(2, columns, (2, Block.rectangle((0, 3), (1000, 2))), (3, Block.rectangle((5,), (tail,))))
+    return shapes, source, receiver
+
+
+@both
+def test_spaces_beyond_2_to_31(kernel: ModuleType) -> None:
+    shapes, source, receiver = huge_spaces()
+    remaps = build_remaps(source, receiver)
+    pieces, rng = list(source.pieces), np.random.default_rng(0)
+    starts = [0, 1, (1 << 31) - 2, 1 << 31, (1 << 32) - 3, *source.starts[:-1].tolist(), *rng.integers(0, source.numel, 50).tolist()]
+    found = 0
+    for first in starts:
+        most = min(source.numel - first, (1 << 31) - 1)
+        positions = sorted({0, 1, 2, *rng.integers(0, most, 200).tolist(), *rng.integers(0, 5000, 200).tolist(), most - 2, most - 1})
+        bits = random_bits(len(positions), 2)
+        expected = []
+        for position, bit in zip(positions, bits.tolist(), strict=True):
+            index = int(np.searchsorted(source.starts, first + position, side="right")) - 1
+            slot, block = pieces[index].slot, pieces[index].block
+            element = global_index(block, shapes[slot], first + position - int(source.starts[index]))
+            for start, piece in zip(receiver.starts.tolist(), receiver.pieces, strict=False):
+                home = local_index(piece.block, shapes[slot], element) if piece.slot == slot else None
+                if home is not None:
+                    expected.append((start + home, bit))
+        assert sorted(translated(kernel, remaps, first, positions, bits)) == sorted(expected)
+        found += len(expected)
+    assert found > 1000
+
+
+@both
+@pytest.mark.parametrize("border", [SEGMENT, 1 << 16])
+def test_positions_at_the_borders_of_segments(kernel: ModuleType, border: int) -> None:
+    shape = (3 * border + 5,)
+    source, receiver = space_of(1, (1, Block.rectangle((2,), (3 * border + 3,)))), whole_space(1, (9,), shape)
+    remaps = build_remaps(source, receiver)
+    for first in (0, border - 1, border, 2 * border, 3 * border):
+        positions = sorted({0, 1, 2, *(p for p in (border - 1, border) if first + p < source.numel)})
+        bits = random_bits(len(positions), 1)
+        expected = [(9 + 2 + first + p, bit) for p, bit in zip(positions, bits.tolist(), strict=True)]
+        assert translated(kernel, remaps, first, positions, bits) == expected
+
+
+@both
+def test_nothing_in_nothing_out(kernel: ModuleType) -> None:
+    space = whole_space(2, (6, 5), (4,))
+    other = space_of(2, (7, Block.whole((6, 5))), (1, Block((((0, 2), (3, 1)),))))
+    assert build_remaps(space, space_of(2, (7, Block.whole((4,))))) == ()
+    assert build_remaps(space_of(2), space) == build_remaps(space, space_of(2)) == ()
+    (remap,) = build_remaps(space, other)
+    assert translated(kernel, [remap], 3, [], random_bits(0, 2)) == []
+    assert translated(kernel, [remap], 0, list(range(30)), random_bits(30, 2)) == []
+    flat = target_of(other, 3)
+    before = content(flat)
+    kernel.place(remap, 0, random_bits(30, 2), flat)
+    kernel.place(remap, 31, random_bits(0, 2), flat)
+    assert content(flat) == before
+    assert {tensor._version for tensor in flat.tensors} == {0}
+
+
+@some
+@given(st.data())
+def test_a_staged_patch_is_applied_through_all_layers(data) -> None:
+    """Sparse and dense segments from several offsets end up where a copy of the slot would have put them."""
+    shapes, source, receiver = data.draw(pairs_of_spaces(4))
+    flat = target_of(receiver, 100, data.draw(st.booleans()))
+    target, staged = Target(flat, {3: build_remaps(source, receiver)}), StagedPatch()
+    expected, before = content(flat), content(flat)
+    middle, new = data.draw(st.integers(0, source.numel)), random_bits(source.numel, 4)
+    kept = sorted(data.draw(st.sets(st.integers(middle, source.numel - 1)))) if middle < source.numel else []
+    for position in [*range(middle), *kept]:
+        for home in homes(source, receiver, shapes)[position]:
+            expected[home] = int(new[position])
+    staged.add(target, 3, 0, None, new[:middle])
+    staged.add(target, 3, middle, torch.tensor([p - middle for p in kept], dtype=torch.int32), new[torch.tensor(kept, dtype=torch.int64)])
+    staged.add(target, 5, 0, None, new)  # a source that holds nothing of ours
+    assert content(flat) == before
+    staged.apply({4: target})
+    assert content(flat) == expected
+    staged.clear()
+    assert staged.nbytes == 0
+
+
+def test_the_tables_of_a_device_are_made_once() -> None:
+    space = whole_space(2, (6, 5))
+    (remap,) = build_remaps(space, space_of(2, (0, Block.rectangle((0, 1), (6, 3)))))
+    known = len(torch_remap._known)
+    for _ in range(2):
+        torch_remap.translate(remap, 0, torch.zeros(1, dtype=torch.int32), random_bits(1, 2))
+    assert len(torch_remap._known) == known + 1
+    del remap
+    assert len(torch_remap._known) == known
+
+
+def test_modules_by_device() -> None:
+    assert kernels.remaps_on("cpu") is cpu_remap
+    assert kernels.remaps_on(torch.device("cuda", 1)) is torch_remap
+    assert prod(HUGE) > 1 << 32
