@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dte_dist.change.snapshot import Detector
-from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.channels import find_or_open
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
+from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
+from dte_dist.errors import PeerLost
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport
 
@@ -24,6 +28,10 @@ Module = torch.nn.Module | Layout
 
 _BUCKET_BYTES = 16 << 20
 _TIMEOUT = timedelta(minutes=10)
+
+_log = logging.getLogger(__name__)
+_running: weakref.WeakKeyDictionary[Any, dict[ProcessGroup, DeltaWork]] = weakref.WeakKeyDictionary()
+"""Syncs in the background, by module and group: one at a time, since the next starts from where it ends."""
 
 
 @overload
@@ -108,21 +116,66 @@ def delta_broadcast(
         )  # fmt: skip
     except Exception as caught:
         error = caught
-    channel = find_or_open(module, pg, into, options, error)
-    prepared = channel.prepare(version, mode, lambda: _check(channel, options, error))
-    return channel.start(prepared) if async_op else channel.run(prepared)
+    call = _Call(module, pg, into, options, error, version, mode)
+    running = _running.setdefault(module, {})
+    if pg in running:
+        running.pop(pg).join()  # its error, if any, is for whoever waits on it
+    if not async_op:
+        return call.run()
+    running[pg] = work = call.start()
+    return work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One call of a collective: its arguments, and what is wrong with them on this rank."""
+
+    module: Module
+    group: ProcessGroup
+    into: Module | None
+    options: Options
+    error: Exception | None
+    version: int | None
+    mode: str
+
+    def run(self) -> SyncReport:
+        """Sync; where another rank had closed the channel, open a new one with it first."""
+        while True:
+            channel, prepared = self._prepare()
+            try:
+                return channel.run(prepared)
+            except Abandoned:
+                _log.info("another rank closed the channel: opening a new one")
+
+    def start(self) -> DeltaWork:
+        """Prepare here, so that the bits to send are safe, and run the rest in the background."""
+        channel, prepared = self._prepare()
+
+        def finish() -> SyncReport:
+            try:
+                return channel.run(prepared)
+            except Abandoned as abandoned:
+                if channel.parts.source is not None:  # the bits at the call are gone, the optimizer may have stepped
+                    raise PeerLost("another rank closed the channel", fix="call again; a new channel opens") from abandoned
+                return self.run()
+
+        return DeltaWork(finish)
+
+    def _prepare(self) -> tuple[Channel, Prepared]:
+        channel = find_or_open(self.module, self.group, self.into, self.options, self.error)
+        return channel, channel.prepare(self.version, self.mode, lambda: self._check(channel))
+
+    def _check(self, channel: Channel) -> None:
+        """Raise what is wrong with the call."""
+        if self.error is not None:
+            raise self.error
+        different = channel.options.differences(self.options)
+        if different:
+            names = ", ".join(different)
+            fix = "pass the same, or call dte_dist.close(module, group) on every rank first"
+            raise ValueError(f"{names}: not what the call that opened the channel passed; {fix}")
 
 
 def _timedelta(timeout: timedelta | float) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
-
-def _check(channel: Channel, options: Options, error: Exception | None) -> None:
-    """Raise what is wrong with a call on an open channel."""
-    if error is not None:
-        raise error
-    different = channel.options.differences(options)
-    if different:
-        names = ", ".join(different)
-        fix = "pass the same, or call dte_dist.close(module, group) on every rank first"
-        raise ValueError(f"{names}: not what the call that opened the channel passed; {fix}")

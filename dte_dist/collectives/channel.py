@@ -15,16 +15,19 @@ from collections.abc import Callable
 
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.sync import Agreed, Parts, Prepared, Sync
-from dte_dist.collectives.work import DeltaWork
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.control import REASONS, ControlRow
 from dte_dist.errors import ChannelClosed, PeerLost
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.groups import LossBoard
 
-__all__ = ["Channel"]
+__all__ = ["Abandoned", "Channel"]
 
 _log = logging.getLogger(__name__)
+
+
+class Abandoned(Exception):
+    """Another rank had closed the channel on purpose before this sync began."""
 
 
 class Channel:
@@ -45,26 +48,27 @@ class Channel:
         self.rank = parts.control.rank
         self.broken: str | None = None
         self._board = board
-        self._work: DeltaWork | None = None
 
     def close(self, why: str = "it was closed") -> None:
-        """Drop the groups; peers that wait on them fail."""
+        """Leave the channel on purpose; the other ranks open a new one when they sync next."""
+        if self.broken is None:
+            self._board.leave()
+            self._drop(why)
+
+    def _drop(self, why: str) -> None:
         if self.broken is None:
             self.broken = why
             self.parts.control.close()
             self.parts.relay.close()
 
     def prepare(self, version: int | None, mode: str, check: Callable[[], None]) -> Prepared:
-        """Look at the live tensors, once a sync that is still running has ended. Raises nothing: errors are told to all ranks later.
+        """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
             version, mode: of the call.
             check: raises if the arguments of the call make no sense.
         """
         phases, begin = Phases(), time.perf_counter()
-        if self._work is not None:
-            with phases("wait"):
-                self._work.join()
         source, receiver = self.parts.source, self.parts.receiver
         reason, error = self._full_reason(mode), None
         try:
@@ -82,15 +86,20 @@ class Channel:
 
         Raises:
             DeltaError, ValueError: the same on every rank.
-            PeerLost: on every surviving rank; the channel is closed.
+            PeerLost: on every surviving rank; the channel is broken.
+            Abandoned: a rank had closed the channel; nothing was done.
         """
         if self.broken is not None:
             raise ChannelClosed(f"the channel is closed: {self.broken}", fix="call again; a new channel opens")
+        sync = Sync(self.parts, prepared)
         try:
-            report = Sync(self.parts, prepared).run()
+            report = sync.run()
         except Agreed as agreed:
             raise agreed.error from agreed.error.__cause__
         except PeerLost as error:
+            if not sync.begun and self._board.left():
+                self._drop("another rank closed it")
+                raise Abandoned from error
             raise self._break(error) from error
         except BaseException as error:
             self._break(error)
@@ -99,11 +108,6 @@ class Channel:
             self._forget()
         _log.info("%s", report)
         return report
-
-    def start(self, prepared: Prepared) -> DeltaWork:
-        """Run the rest of a sync in the background."""
-        self._work = DeltaWork(lambda: self.run(prepared))
-        return self._work
 
     def _full_reason(self, mode: str) -> int:
         """Return why this source prepares a full sync, as a number of `REASONS`; 0 for a delta."""
@@ -137,7 +141,7 @@ class Channel:
     def _break(self, error: BaseException) -> PeerLost:
         """Close the channel and return the error that all survivors raise."""
         _forget_frames(error)  # they hold operations, which hold connections: peers would not learn that we left
-        self.close(f"{type(error).__name__} in an earlier call: {error}")
+        self._drop(f"{type(error).__name__} in an earlier call: {error}")
         return PeerLost(self._board.agree(str(error)))
 
 

@@ -93,7 +93,7 @@ def _is_gone(group: dist.ProcessGroup) -> bool:
 
 
 def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
-    """Close the channel of (module, group) on this rank and forget what it held; call on every rank.
+    """Close the channel of (module, group) on this rank and forget what it held.
 
     The next `delta_broadcast` opens a new channel and seeds all receivers. Closing what is not open does nothing.
 
@@ -125,10 +125,12 @@ def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: 
             error = caught
         if control.rows(np.array([error is not None], np.int64)).any() or channel is None:
             raise_together(control, error)
-    except BaseException:
-        for wire in opening.wires:
-            wire.close()
-        raise
+    except PeerLost as error:
+        raise PeerLost(LossBoard(membership).agree(str(error))) from error
+    finally:
+        if channel is None:
+            for wire in opening.wires:
+                wire.close()
     return channel  # type: ignore[return-value]  # raise_together raised where there is none
 
 
@@ -169,7 +171,7 @@ class _Opening:
         receiver = self._receiver(agreement, mine, kept) if rank in agreement.receivers else None
         kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
         parts = Parts(agreement, schedule, self.wires[0], relay, source, receiver)
-        return Channel(self.options, parts, LossBoard(self.membership.store))
+        return Channel(self.options, parts, LossBoard(self.membership))
 
     def _wire(self, name: str, members: Sequence[int]) -> Wire | None:
         """Make a data group if it has several members and this rank is one."""

@@ -104,6 +104,9 @@ class Sync:
     Args:
         parts: of the channel.
         prepared: what came of phase 1.
+
+    Attributes:
+        begun: True once all ranks have met in the control round.
     """
 
     def __init__(self, parts: Parts, prepared: Prepared) -> None:
@@ -111,6 +114,7 @@ class Sync:
         self._source, self._receiver = parts.source, parts.receiver
         self._phases = prepared.phases
         self._traffic = _Traffic()
+        self.begun = False
 
     def run(self) -> SyncReport:
         """Run the phases; all ranks of the group must call.
@@ -138,6 +142,7 @@ class Sync:
         prepared = self._prepared
         frames = self._source.frames(0) if self._source is not None and prepared.error is None else []
         table = self._rows(prepared.row.pack([len(frame) for frame in frames], self._parts.schedule.per_round))
+        self.begun = True
         rows = [ControlRow.unpack(row) for row in table]
         if any(row.failed for row, _ in rows):
             self._raise_together(prepared.error)

@@ -34,9 +34,13 @@ are touched) wait themselves, once a call. Both modules leave every version coun
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
+from tempfile import gettempdir
 from types import ModuleType
 from typing import Protocol
 
@@ -119,13 +123,23 @@ def _module(name: str) -> ModuleType:
     return import_module(f"dte_dist.kernels.{name}")
 
 
+_warm: set[int] = set()
+
+
 def warm(widths: Iterable[int]) -> None:
     """Compile the CPU kernels for elements of these widths (bytes: 1, 2, 4, 8), or load them from numba's cache on disk.
 
-    Without it the first sync pays: seconds where nothing is cached, a fraction of one where it is.
+    Without it the first sync pays: seconds where nothing is cached, a fraction of one where it is. Processes of one user on
+    one machine take turns, so that one compiles and the others load what it cached.
 
     Example:
         >>> warm([2, 4])
     """
-    for module in (on("cpu"), remaps_on("cpu")):
-        module.warm(widths)
+    new = set(widths) - _warm
+    if not new:
+        return
+    with open(Path(gettempdir()) / f"dte_dist-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also by death
+        for module in (on("cpu"), remaps_on("cpu")):
+            module.warm(new)
+    _warm.update(new)

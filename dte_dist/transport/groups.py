@@ -94,14 +94,33 @@ class Pending:
 
 
 class LossBoard:
-    """Where the first rank that loses a peer says so, so that all survivors raise the same text though no group is left.
+    """What ranks leave for each other to read when the groups of a channel are gone.
+
+    The first rank that loses a peer leaves its error, so that all survivors raise the same text. A rank that closes the channel on
+    purpose says so, so that the others can tell it from a death.
 
     Args:
-        store: the store of the channel.
+        membership: of this rank.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = dist.PrefixStore("lost", store)
+    def __init__(self, membership: Membership) -> None:
+        self._store = dist.PrefixStore("lost", membership.store)
+        self._rank, self._size = membership.rank, membership.size
+
+    def leave(self) -> None:
+        """Say that this rank closes the channel on purpose."""
+        try:
+            self._store.set(f"left/{self._rank}", "")
+        except RuntimeError as error:  # the store lives on a rank too, perhaps one that is gone
+            _log.debug("the store cannot be reached: %s", error)
+
+    def left(self) -> list[int]:
+        """Return the ranks that closed the channel on purpose."""
+        try:
+            return [rank for rank in range(self._size) if self._store.check([f"left/{rank}"])]
+        except RuntimeError as error:
+            _log.debug("the store cannot be reached: %s", error)
+            return []
 
     def agree(self, text: str) -> str:
         """Return the text of the first rank that called, or `text` itself if the store cannot be reached any more."""
@@ -110,7 +129,7 @@ class LossBoard:
                 self._store.set("text", text)
             self._store.wait(["text"], _BOARD_PATIENCE)
             return self._store.get("text").decode()
-        except (RuntimeError, ValueError) as error:  # the store lives on a rank too, perhaps the lost one
+        except RuntimeError as error:  # its rank may be the lost one
             _log.debug("the store cannot be reached: %s", error)
             return text
 
