@@ -140,6 +140,15 @@ def test_a_module_that_no_longer_fits_is_refused_every_time(change, text):
             layout.tensors()
 
 
+def test_an_empty_parameter_that_is_no_longer_tied_is_noticed():
+    empty = nn.Parameter(torch.zeros(0))
+    module = nn.ParameterDict({"a": empty, "b": empty})
+    layout = Layout.from_module(module)
+    module["b"] = nn.Parameter(torch.zeros(0))
+    with pytest.raises(LayoutMismatch, match="share storage"):
+        layout.tensors()
+
+
 def test_a_tensor_that_moved_to_another_kind_of_device_is_refused():
     module = nn.Linear(2, 2)
     layout = Layout.from_module(module)
