@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,14 @@ from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.sync import Parts
-from dte_dist.engine.chain import Chain
+from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
 from dte_dist.errors import PeerLost
 from dte_dist.layout import Layout
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import Schedule
+from dte_dist.plan.space import FlatSpace
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
 
@@ -40,19 +41,34 @@ Model = torch.nn.Module | Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What a broken channel leaves behind on one rank.
+    """What a broken channel leaves behind on a source.
 
     Attributes:
-        source: chain, snapshot and the digest of the pieces it covers; None on a rank that was no source.
-        receiver: chain of the live copy; None on a rank that was no receiver.
+        chain, snapshot: of the source.
+        covers: digest of the pieces that the snapshot covers.
     """
 
-    source: tuple[Chain, Snapshot | None, bytes] | None
-    receiver: Chain | None
+    chain: Chain
+    snapshot: Snapshot | None
+    covers: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """Where the live copy in one module stands; all channels that write to it share this.
+
+    Attributes:
+        chain: of the receivers.
+        covers: digest of the pieces that were received when the chain was last moved.
+    """
+
+    chain: Chain
+    covers: bytes
 
 
 _channels: weakref.WeakKeyDictionary[Any, dict[Any, Channel]] = weakref.WeakKeyDictionary()
 _kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
 
 
 def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
@@ -72,7 +88,7 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
         weakref.finalize(module, _close_all, mine).atexit = False
     for other, channel in list(mine.items()):
         if channel.broken is not None or _is_gone(other):
-            _kept[module] = _keep(channel)
+            _keep(module, channel)
             mine.pop(other).close("its group is gone")
     if group not in mine:
         mine[group] = _open(module, group, into, options, error)
@@ -108,24 +124,32 @@ def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
     channel = _channels.get(module, {}).pop(dist.group.WORLD if group is None else group, None)
     if channel is not None:
         channel.close()
+        if channel.parts.receiver is not None:
+            channel.parts.receiver.chain.forget()
+    elif module in _copies:
+        _copies[module].chain.forget()
 
 
 def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
     membership = Membership.join(group, options.timeout)
-    control = Wire("control", range(membership.size), membership, "gloo")
-    opening = _Opening(membership, [control], options)
+    opening = _Opening(membership, [], options)
     channel: Channel | None = None
     try:
+        control = Wire("control", range(membership.size), membership, "gloo")
+        opening.wires.append(control)
         agreement, mine = _agree(control, module, into, options, error)
         try:
-            channel = opening.build(agreement, mine, _kept.pop(module, None))
+            channel = opening.build(agreement, mine, _kept.get(module), module if into is None else into)
         except PeerLost:
             raise
         except Exception as caught:  # told to all ranks in the last row
             error = caught
         if control.rows(np.array([error is not None], np.int64)).any() or channel is None:
+            channel = None
             raise_together(control, error)
+        _kept.pop(module, None)
     except PeerLost as error:
+        channel = None
         raise PeerLost(LossBoard(membership).agree(str(error))) from error
     finally:
         if channel is None:
@@ -159,7 +183,7 @@ class _Opening:
     wires: list[Wire]
     options: Options
 
-    def build(self, agreement: Agreement, mine: Described, kept: _Kept | None) -> Channel:
+    def build(self, agreement: Agreement, mine: Described, kept: _Kept | None, target: Model) -> Channel:
         """Make the data groups and the states; groups are made in the same order on all ranks."""
         rank, root, model = self.membership.rank, agreement.root, agreement.model
         totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
@@ -168,7 +192,7 @@ class _Opening:
         stream = self._wire("stream", sorted({root, *agreement.receivers}))
         relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes)
         source = self._source(agreement, mine, kept, schedule) if rank in agreement.sources else None
-        receiver = self._receiver(agreement, mine, kept) if rank in agreement.receivers else None
+        receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
         kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
         parts = Parts(agreement, schedule, self.wires[0], relay, source, receiver)
         return Channel(self.options, parts, LossBoard(self.membership))
@@ -183,29 +207,32 @@ class _Opening:
     def _source(self, agreement: Agreement, mine: Described, kept: _Kept | None, schedule: Schedule) -> SourceState:
         rank, model = self.membership.rank, agreement.model
         state = SourceState(mine.layout, model, rank, schedule, agreement.schema, detector=self.options.detector)
-        if kept is not None and kept.source is not None and kept.source[2] == _digest(model, rank):
-            state.chain, state.snapshot = kept.source[:2]
+        if kept is not None and kept.covers == _digest(model, model.source_spaces[rank]):
+            state.chain, state.snapshot = kept.chain, kept.snapshot
         return state
 
-    def _receiver(self, agreement: Agreement, mine: Described, kept: _Kept | None) -> ReceiverState:
-        state = ReceiverState(mine.layout if mine.into is None else mine.into, agreement.model, self.membership.rank)
-        if kept is not None and kept.receiver is not None:
-            state.chain = kept.receiver
+    def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> ReceiverState:
+        rank, model = self.membership.rank, agreement.model
+        state = ReceiverState(mine.layout if mine.into is None else mine.into, model, rank)
+        covers = _digest(model, model.receiver_spaces[rank])
+        copy = _copies.setdefault(target, _Copy(state.chain, covers))
+        if copy.covers != covers:  # some of it may never have been received
+            copy.chain.version, copy.covers = NONE, covers
+        state.chain = copy.chain
         return state
 
 
-def _keep(channel: Channel) -> _Kept:
-    source, receiver, model = channel.parts.source, channel.parts.receiver, channel.parts.agreement.model
-    return _Kept(
-        None if source is None else (source.chain, source.snapshot, _digest(model, channel.rank)),
-        None if receiver is None else receiver.chain,
-    )
+def _keep(module: Model, channel: Channel) -> None:
+    """Keep what the source of a broken channel holds; a receiver's chain stays with its copy anyway."""
+    source, model = channel.parts.source, channel.parts.agreement.model
+    if source is not None:
+        _kept[module] = _Kept(source.chain, source.snapshot, _digest(model, source.spaces))
 
 
-def _digest(model: ModelMap, rank: int) -> bytes:
-    """Hash what a source's snapshot covers: names, dtypes and blocks of its pieces, in order."""
+def _digest(model: ModelMap, spaces: Mapping[int, FlatSpace]) -> bytes:
+    """Hash what a rank holds of the model: names, dtypes and blocks of its pieces, in order."""
     hashed = hashlib.blake2b(digest_size=16)
-    for width, space in model.source_spaces[rank].items():
+    for width, space in spaces.items():
         for piece in space.pieces:
             slot = model.slots[piece.slot]
             hashed.update(f"{width} {slot.name} {slot.dtype} {slot.shape} {piece.block.runs}\n".encode())

@@ -32,3 +32,7 @@ class Chain:
         self.version, self.stream = version, stream
         self.deltas = 0 if full else self.deltas + 1
         self.newest = max(self.newest, version)
+
+    def forget(self) -> None:
+        """Stand where a rank stands that never held anything."""
+        self.version, self.stream, self.deltas, self.newest = NONE, 0, 0, NONE

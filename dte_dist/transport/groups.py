@@ -53,7 +53,10 @@ class Membership:
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None, timeout: timedelta) -> Membership:
-        """Take the next channel number of `group`; every member must call this the same number of times.
+        """Take the next channel number of `group`, leaving out those under which ranks have lost each other before.
+
+        Every member counts for itself. A member that was not there when the others tried to open a channel finds what they left
+        on the `LossBoard` of that number, and so comes to the number of their next try.
 
         Raises:
             ValueError: this rank is not a member of the group.
@@ -63,6 +66,8 @@ class Membership:
             raise ValueError("this rank is not a member of the group: call on the members only (after init_process_group)")
         store = pg.get_group_store()
         number = store.add(f"dte_dist/opened_by/{pg.rank()}", 1)
+        while store.check([f"dte_dist/{number}/lost/writers"]):
+            number = store.add(f"dte_dist/opened_by/{pg.rank()}", 1)
         backend = _data_backend(pg)
         ranks = tuple(dist.get_process_group_ranks(pg))
         return cls(pg.rank(), pg.size(), ranks, dist.PrefixStore(f"dte_dist/{number}", store), backend, timeout)
