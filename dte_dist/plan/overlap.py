@@ -9,13 +9,14 @@ looked up in its table, and they are put together again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from dte_dist.layout import Block
+from dte_dist.layout import Block, Runs
 
-__all__ = ["Axis", "Overlap", "overlap_of"]
+__all__ = ["Axis", "Overlap", "intersection", "overlap_of"]
 
 Segments = tuple[tuple[int, int, int], ...]
 _FEW: Final = 4
@@ -78,19 +79,37 @@ def overlap_of(a: Block, b: Block) -> Overlap | None:
     return Overlap((), axes, low, high + 1)
 
 
-def _axis(x: tuple[tuple[int, int], ...], y: tuple[tuple[int, int], ...]) -> Axis:
-    """Intersect two run lists of one dimension; segments that continue each other in both are one."""
-    segments: list[tuple[int, int, int]] = []
+@lru_cache(maxsize=65536)
+def intersection(a: Block, b: Block) -> Block | None:
+    """Return the elements that two blocks of the same slot share, as a block; None if there are none.
+
+    Example:
+        >>> intersection(Block((((2, 4),),)), Block((((0, 3), (5, 9)),))).runs
+        (((2, 1), (5, 1)),)
+    """
+    block = Block(tuple(tuple((low, n) for low, n, _, _ in _shared(x, y)) for x, y in zip(a.runs, b.runs, strict=True)))
+    return block if block.numel else None
+
+
+def _shared(x: Runs, y: Runs) -> Iterator[tuple[int, int, int, int]]:
+    """Yield what two run lists share: start and length, and the coordinates of the start within x and within y."""
     i = j = at_x = at_y = 0
     while i < len(x) and j < len(y):
         (x0, xn), (y0, yn) = x[i], y[j]
         low, high = max(x0, y0), min(x0 + xn, y0 + yn)
         if high > low:
-            _append(segments, at_x + low - x0, high - low, at_y + low - y0)
+            yield low, high - low, at_x + low - x0, at_y + low - y0
         if x0 + xn <= y0 + yn:
             i, at_x = i + 1, at_x + xn
         else:
             j, at_y = j + 1, at_y + yn
+
+
+def _axis(x: Runs, y: Runs) -> Axis:
+    """Intersect two run lists of one dimension; segments that continue each other in both are one."""
+    segments: list[tuple[int, int, int]] = []
+    for _, length, at_x, at_y in _shared(x, y):
+        _append(segments, at_x, length, at_y)
     return Axis(sum(n for _, n in x), sum(n for _, n in y), tuple(segments))
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from dte_dist.plan.overlap import Axis, Overlap, overlap_of
 from dte_dist.plan.space import FlatSpace
 
-__all__ = ["Remap", "build_remaps"]
+__all__ = ["Remap", "build_remaps", "meetings"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -72,7 +72,7 @@ def build_remaps(source: FlatSpace, receiver: FlatSpace) -> tuple[Remap, ...]:
         >>> [(remap.begin.tolist(), remap.end.tolist(), remap.shift.tolist()) for remap in build_remaps(*spaces)]
         [([0], [2], [2])]
     """
-    at, home = _meetings(source.pieces.slot, receiver.pieces.slot)
+    at, home = meetings(source.pieces.slot, receiver.pieces.slot)
     first, second = source.pieces.table.blocks, receiver.pieces.table.blocks
     pairs, which = np.unique(source.pieces.block[at] * len(second) + receiver.pieces.block[home], return_inverse=True)
     overlaps = [overlap_of(first[pair // len(second)], second[pair % len(second)]) for pair in pairs.tolist()]
@@ -88,7 +88,7 @@ def build_remaps(source: FlatSpace, receiver: FlatSpace) -> tuple[Remap, ...]:
     return tuple(patterns.remap(which[pick], start[pick], target[pick]) for pick in chosen)
 
 
-def _meetings(source: np.ndarray, receiver: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def meetings(source: np.ndarray, receiver: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the pairs of pieces of one slot, as indices of both; the slots of each side are ascending."""
     low = np.searchsorted(receiver, source, side="left")
     counts = np.searchsorted(receiver, source, side="right") - low
