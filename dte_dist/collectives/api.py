@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives.channel import Abandoned, Channel
-from dte_dist.collectives.channels import find_or_open
+from dte_dist.collectives.channels import find_or_open, is_in_use
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
 from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
@@ -116,6 +116,11 @@ def delta_broadcast(
         )  # fmt: skip
     except Exception as caught:
         error = caught
+    if not isinstance(module, torch.nn.Module | Layout):
+        error = ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
+        if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
+            raise error
+        module = torch.nn.Module()  # it stands in, to tell them when they open one
     call = _Call(module, pg, into, options, error, version, mode)
     running = _running.setdefault(module, {})
     if pg in running:

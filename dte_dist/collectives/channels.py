@@ -34,7 +34,7 @@ from dte_dist.plan.space import FlatSpace
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
 
-__all__ = ["close", "find_or_open"]
+__all__ = ["close", "find_or_open", "is_in_use"]
 
 Model = torch.nn.Module | Layout
 
@@ -93,6 +93,11 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
     if group not in mine:
         mine[group] = _open(module, group, into, options, error)
     return mine[group]
+
+
+def is_in_use(group: dist.ProcessGroup) -> bool:
+    """Return whether this rank has an open channel over a group."""
+    return any(group in mine for mine in _channels.values())
 
 
 def _close_all(channels: dict[Any, Channel]) -> None:

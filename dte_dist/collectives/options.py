@@ -119,9 +119,9 @@ def _numbers(ranks: Any) -> list[int]:
 
 
 def check_call(version: Any, mode: Any) -> None:
-    """Raise ValueError unless a version is None or a positive int, and a mode is known."""
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 1):
-        raise ValueError(f"version must be a positive int or None, got {version!r}")
+    """Raise ValueError unless a version is None or a positive int that fits, and a mode is known."""
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 1 <= version < 1 << 62):
+        raise ValueError(f"version must be None or an int from 1 to 2^62 - 1, got {version!r}")
     if mode not in ("delta", "full"):
         raise ValueError(f'mode must be "delta" or "full", got {mode!r}')
 

@@ -92,8 +92,9 @@ class _Traffic:
     gather: int = 0
     frames: int = 0
 
-    def add(self, sizes: dict[int, list[int]], root: int) -> None:
-        self.wire += sum(map(sum, sizes.values()))
+    def add(self, sizes: dict[int, list[int]], root: int, *, aside: bool) -> None:
+        """Count the frames of one round; `aside` are those that seed some receivers beside a delta."""
+        self.wire += 0 if aside else sum(map(sum, sizes.values()))
         self.gather += sum(sum(row) for source, row in sizes.items() if source != root)
         self.frames += sum(size > 0 for row in sizes.values() for size in row)
 
@@ -204,7 +205,7 @@ class Sync:
             if receiver is not None:
                 receiver.take(frame, heads[parcel.source][parcel.chunk])
 
-        self._traffic.add(by_source, agreement.root)
+        self._traffic.add(by_source, agreement.root, aside=seed and not decision.is_full)
         targets = decision.seeded if seed else decision.followers
         self._parts.relay.round(by_source, frames, targets, take, self._phases)
 
@@ -241,8 +242,9 @@ class Sync:
 
     def _report(self, decision: Decision, rows: Sequence[ControlRow]) -> SyncReport:
         model, traffic = self._parts.agreement.model, self._traffic
+        base = max([decision.base] if decision.base != NONE else [row.receiver_version for row in rows if row.is_receiver])
         return SyncReport(
-            version=decision.version, base_version=None if decision.base == NONE else decision.base,
+            version=decision.version, base_version=None if base == NONE else base,
             kind="full" if decision.is_full else "delta", reason=decision.reason,
             changed=model.numel if decision.is_full else sum(row.changed for row in rows), total=model.numel,
             wire_bytes=traffic.wire, gather_bytes=traffic.gather, dense_bytes=model.nbytes, frames=traffic.frames,
