@@ -127,6 +127,7 @@ class Channel:
             source_version=source.chain.version if source else NONE, source_stream=source.chain.stream if source else 0,
             receiver_version=receiver.chain.version if receiver else NONE, receiver_stream=receiver.chain.stream if receiver else 0,
             newest=max(state.chain.newest for state in (source, receiver) if state is not None),
+            broken_off=int(source is not None and source.chain.broken_off),
             wanted=version if error is None and version is not None else NONE, full=int(reason > 0), reason=reason,
             proposal=secrets.randbits(62) + 1, changed=source.changed if source else 0,
         )  # fmt: skip
@@ -140,6 +141,8 @@ class Channel:
 
     def _break(self, error: BaseException) -> PeerLost:
         """Close the channel and return the error that all survivors raise."""
+        if self.parts.source is not None:
+            self.parts.source.chain.broken_off = True
         _forget_frames(error)  # they hold operations, which hold connections: peers would not learn that we left
         self._drop(f"{type(error).__name__} in an earlier call: {error}")
         return PeerLost(self._board.agree(str(error)))

@@ -168,19 +168,19 @@ class Sync:
             with self._phases("apply"):
                 try:
                     self._receiver.apply()
-                    self._receiver.commit(decision.version, decision.stream)
+                    self._receiver.commit(decision.version, decision.onward)
                 except Exception as caught:  # told to all ranks when they acknowledge
                     error = caught
         if self._source is not None:
             with self._phases("commit"):
-                self._source.commit(decision.version, decision.stream, full=False)
+                self._source.commit(decision.version, decision.onward, full=False)
         return error
 
     def _stream_seed(self, decision: Decision) -> None:
         """Phase 6."""
         for number in range(self._parts.schedule.rounds):
             with self._phases("encode"):
-                frames = self._source.seed_frames(number, decision.version, decision.stream) if self._source is not None else []
+                frames = self._source.seed_frames(number, decision.version, decision.onward) if self._source is not None else []
             self._move(decision, number, frames, self._sizes(frames), seed=True)
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
@@ -191,9 +191,9 @@ class Sync:
         self._raise_if_any(_as_apply_failed(error))
         with self._phases("commit"):
             if seeded is not None:
-                seeded.commit(decision.version, decision.stream, full=True)
+                seeded.commit(decision.version, decision.onward, full=True)
             if self._source is not None and decision.is_full:
-                self._source.commit(decision.version, decision.stream, full=True)
+                self._source.commit(decision.version, decision.onward, full=True)
 
     def _move(self, decision: Decision, number: int, frames: Sequence[Tensor], sizes: np.ndarray, *, seed: bool) -> None:
         """Move the frames of one round to the receivers that are seeded, or to those that follow."""
@@ -211,10 +211,11 @@ class Sync:
 
     def _heads(self, decision: Decision, source: int, number: int, *, seed: bool) -> list[FrameHead]:
         """Return what the frames of one round of a source must say."""
-        schedule, base = self._parts.schedule, NONE if seed else decision.base
+        schedule = self._parts.schedule
+        base, stream = (NONE, decision.onward) if seed else (decision.base, decision.stream)
         return [
             FrameHead(
-                schema=self._parts.agreement.schema, stream=decision.stream, base=base, version=decision.version, source=source,
+                schema=self._parts.agreement.schema, stream=stream, base=base, version=decision.version, source=source,
                 number=chunk.number, count=schedule.count(source), width=chunk.width, first=chunk.first, length=chunk.length, seed=seed,
             )
             for chunk in schedule.round(source, number)

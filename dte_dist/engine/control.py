@@ -31,6 +31,7 @@ class ControlRow:
         receiver_version: version of the live copy, or NONE: never seeded, or dirty.
         receiver_stream: lineage that the copy follows.
         newest: highest version this rank ever held, dirty since or not.
+        broken_off: 1 on a source whose last sync broke off, see `Chain`.
         wanted: version that the caller asked for, or NONE.
         full: 1 if the source has prepared a full sync.
         reason: why it is full, a number of `REASONS`.
@@ -46,6 +47,7 @@ class ControlRow:
     receiver_version: int = NONE
     receiver_stream: int = 0
     newest: int = NONE
+    broken_off: int = 0
     wanted: int = NONE
     full: int = 0
     reason: int = 0
@@ -77,7 +79,8 @@ class Decision:
     Attributes:
         version: the version that it makes.
         base: the version that the delta starts from, or NONE.
-        stream: lineage from now on.
+        stream: lineage that the delta continues.
+        onward: lineage from now on: the same, or a new one.
         followers: group ranks of the receivers that get the delta.
         seeded: group ranks of the receivers that get everything.
         reason: for the report.
@@ -86,6 +89,7 @@ class Decision:
     version: int
     base: int
     stream: int
+    onward: int
     followers: tuple[int, ...]
     seeded: tuple[int, ...]
     reason: str
@@ -112,10 +116,10 @@ def decide(rows: Sequence[ControlRow], root: int) -> Decision:
     seeded = tuple(rank for rank in receivers if rank not in followers)
     newest = base if followers else max(max(row.newest, row.source_version, row.receiver_version) for row in rows)
     version = _version(rows, newest)
-    if not followers and base == NONE:
-        stream = rows[root].proposal
+    is_new = (not followers and base == NONE) or any(rows[rank].broken_off for rank in sources)
+    onward = rows[root].proposal if is_new else stream
     reason = "sources hold different versions" if len(states) > 1 else _reason(rows, followers, seeded, base, stream)
-    return Decision(version, base, stream, followers, seeded, reason)
+    return Decision(version, base, stream, onward, followers, seeded, reason)
 
 
 def _follows(row: ControlRow, base: int, stream: int) -> bool:

@@ -23,6 +23,8 @@ from torch.distributed.fsdp import fully_shard
 import dte_dist
 from dte_dist import Layout
 from dte_dist.collectives import channels
+from dte_dist.collectives.sync import Sync
+from dte_dist.errors import PeerLost
 from dte_dist.patch import StagedPatch
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, caught, channel_of, digest, model, nudge, parts_of, prints, same, sync
@@ -968,6 +970,36 @@ def test_a_source_that_fails_after_the_gather_lets_no_rank_commit_and_the_next_c
     assert [error for error, *_ in found] == ["PeerLost", "MemoryError", "PeerLost", "PeerLost"]
     _, prompt, unmoved, report, _ = same([("", *rest) for _, *rest in found])
     assert prompt and unmoved and report == (2, 1, "delta", "", 60)
+
+
+def vote_known_to_one(rank: int, world: int) -> Any:
+    """Ranks 0 and 1 lose the vote in which rank 2 learns that all agreed; rank 2 is away for one version and comes back."""
+    module = model(rank)
+    vote, reports = Sync._vote, []
+
+    def lost(sync: Sync) -> None:
+        vote(sync)
+        raise PeerLost("the connection broke")
+
+    for value, members in ((0.0, [0, 1, 2]), (5.0, [0, 1, 2]), (0.0, [0, 1]), (0.0, [0, 1, 2])):
+        group = dist.new_group(members)
+        if rank == 0:
+            module[0].bias.data[0] = value
+        if rank in members:
+            with pytest.MonkeyPatch.context() as patch:
+                if value and rank < 2:
+                    patch.setattr(Sync, "_vote", lost)
+                error = caught(lambda group=group: reports.append(facts(sync(module, group))))
+            assert error[0] == ("PeerLost" if value else "")
+            dist.destroy_process_group(group)
+        dist.barrier()
+    return (reports or [None])[-1], prints(module)
+
+
+def test_a_version_that_only_some_committed_is_never_taken_for_the_one_made_in_its_place(ranks: Ranks) -> None:
+    *members, _ = ranks.run(vote_known_to_one)
+    report, _ = same(members)
+    assert report[2:4] == ("delta", "rank 2 seeded: it followed another run") and report[10] == (2,)
 
 
 def absent(rank: int, world: int) -> Any:

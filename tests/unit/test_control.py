@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from dte_dist.engine.control import NONE, REASONS, ControlRow, Decision, decide
 from dte_dist.errors import VersionError, VersionReplay
 
 STREAM, OTHER, PROPOSAL = 77, 88, 99
+FIELDS = len(fields(ControlRow))
 
 
 def source(version: int = 7, stream: int = STREAM, **more: int) -> ControlRow:
@@ -101,12 +102,16 @@ def test_the_order_of_the_ranks_does_not_matter(group: tuple[list[ControlRow], i
     order = list(range(len(rows)))
     random.shuffle(order)  # type: ignore[attr-defined]
     decision, moved = decide(rows, root), decide([rows[rank] for rank in order], order.index(root))
-    assert (moved.version, moved.base, moved.stream) == (decision.version, decision.base, decision.stream)
+    assert (moved.version, moved.base, moved.stream, moved.onward) == (decision.version, decision.base, decision.stream, decision.onward)
     assert sorted(order[place] for place in moved.followers) == list(decision.followers)
     assert sorted(order[place] for place in moved.seeded) == list(decision.seeded)
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=12, max_size=12), st.lists(st.integers(0, 2**40), max_size=5), st.integers(0, 3))
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=FIELDS, max_size=FIELDS),
+    st.lists(st.integers(0, 2**40), max_size=5),
+    st.integers(0, 3),
+)
 def test_a_row_comes_back_from_its_int64_form(numbers: list[int], sizes: list[int], spare: int) -> None:
     row = ControlRow(*numbers)
     packed = row.pack(sizes, len(sizes) + spare)
@@ -115,16 +120,18 @@ def test_a_row_comes_back_from_its_int64_form(numbers: list[int], sizes: list[in
 
 
 def test_receivers_at_the_version_of_the_sources_get_a_delta() -> None:
-    assert decide([source(), source(), receiver(), receiver()], 0) == Decision(8, 7, STREAM, (2, 3), (), "")
+    assert decide([source(), source(), receiver(), receiver()], 0) == Decision(8, 7, STREAM, STREAM, (2, 3), (), "")
 
 
 def test_the_first_sync_is_full_and_starts_the_lineage_that_the_root_proposes() -> None:
     rows = [FRESH_RECEIVER, replace(FRESH_SOURCE, proposal=5), FRESH_SOURCE]
-    assert decide(rows, 2) == Decision(1, NONE, PROPOSAL, (), (0,), "first sync")
+    assert decide(rows, 2) == Decision(1, NONE, 0, PROPOSAL, (), (0,), "first sync")
 
 
 def test_a_new_receiver_is_seeded_beside_the_delta_and_the_others_are_not() -> None:
-    assert decide([source(), receiver(), FRESH_RECEIVER], 0) == Decision(8, 7, STREAM, (1,), (2,), "rank 2 seeded: it had no version")
+    assert decide([source(), receiver(), FRESH_RECEIVER], 0) == Decision(
+        8, 7, STREAM, STREAM, (1,), (2,), "rank 2 seeded: it had no version"
+    )
 
 
 def test_gap_replay_and_restart_are_told_apart_by_name() -> None:
@@ -139,12 +146,21 @@ def test_gap_replay_and_restart_are_told_apart_by_name() -> None:
 
 def test_a_restarted_trainer_seeds_under_a_new_lineage_and_a_version_above_the_receivers() -> None:
     decision = decide([FRESH_SOURCE, receiver(7), receiver(5)], 0)
-    assert decision == Decision(8, NONE, PROPOSAL, (), (1, 2), "sources restarted, receivers held v7")
+    assert decision == Decision(8, NONE, 0, PROPOSAL, (), (1, 2), "sources restarted, receivers held v7")
 
 
 def test_one_source_of_two_restarted_is_a_full_sync_of_a_new_lineage() -> None:
     decision = decide([source(), replace(FRESH_SOURCE, proposal=5), receiver()], 0)
-    assert decision == Decision(8, NONE, PROPOSAL, (), (2,), "sources hold different versions")
+    assert decision == Decision(8, NONE, 0, PROPOSAL, (), (2,), "sources hold different versions")
+
+
+def test_after_a_sync_that_broke_off_receivers_follow_but_the_new_version_has_a_name_of_its_own() -> None:
+    rows = [source(broken_off=1), source(), receiver(), receiver(8)]
+    assert decide(rows, 0) == Decision(8, 7, STREAM, PROPOSAL, (2,), (3,), "rank 3 seeded: replay, it held v8, sources v7")
+
+
+def test_a_full_sync_is_above_every_version_that_was_ever_held() -> None:
+    assert decide([FRESH_SOURCE, replace(FRESH_RECEIVER, newest=11)], 0).version == 12
 
 
 @pytest.mark.parametrize("reason", ["mode", "anchor"])
@@ -168,7 +184,7 @@ def test_a_full_sync_is_held_against_what_receivers_hold(wanted: int) -> None:
 
 
 def test_a_version_may_leave_numbers_out() -> None:
-    assert decide([source(wanted=100), receiver()], 0) == Decision(100, 7, STREAM, (1,), (), "")
+    assert decide([source(wanted=100), receiver()], 0) == Decision(100, 7, STREAM, STREAM, (1,), (), "")
 
 
 def test_receivers_may_leave_the_version_out_or_say_the_same() -> None:
