@@ -10,6 +10,7 @@ where the frame is.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +26,7 @@ from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict, choos
 from dte_dist.codec.value import RAW, VALUE_CODECS, ValueCodec, choose_value
 from dte_dist.errors import FrameError
 
-__all__ = ["FrameWriter", "Segment", "read_frame"]
+__all__ = ["FrameWriter", "Segment", "dense_size", "read_frame"]
 
 _MOST_ELEMENTS: Final = 1 << 28
 _START_BYTES: Final = 16 << 10
@@ -46,6 +47,16 @@ class Segment:
     length: int
     positions: Tensor | None
     bits: Tensor
+
+
+def dense_size(lengths: Iterable[int], width: int) -> int:
+    """Return the bytes of a frame of dense segments of these lengths, before it is made.
+
+    Example:
+        >>> dense_size([3, 4], 2)
+        176
+    """
+    return HEAD.itemsize + sum(ENTRY.itemsize + _padded(length * width) for length in lengths)
 
 
 class FrameWriter:
@@ -115,15 +126,19 @@ class FrameWriter:
             self._check(first + low, part.numel(), part)
             self._append((first + low, part.numel(), part.numel()), (DENSE.number, RAW.number), None, RAW.encode(part, None))
 
-    def finish(self) -> Tensor:
-        """Return the frame: uint8, a multiple of 8 bytes; of no bytes at all if nothing was added."""
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        """Return the frame: uint8, a multiple of 8 bytes; of no bytes at all if nothing was added.
+
+        Args:
+            out: where to make it, uint8 of exactly its size on the device of the writer.
+        """
         if not self._entries:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         table = np.array(self._entries, ENTRY).view(np.uint8)
         size = HEAD.itemsize + len(table) + sum(stream.numel() for stream in self._streams)
         head = heads.pack_head(self._head, size=size, segments=len(self._entries))
         start = torch.from_numpy(np.concatenate([head, table])).to(self._device)
-        frame = torch.cat([start, *self._streams])
+        frame = torch.cat([start, *self._streams], out=out)
         frame.view(torch.int64)[CHECKSUM_WORD] = kernels.on(self._device).checksum(frame, CHECKSUM_WORD)
         return frame
 

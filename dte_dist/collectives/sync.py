@@ -33,7 +33,7 @@ from dte_dist.errors import ApplyFailed, DeltaError, PeerLost
 from dte_dist.plan.schedule import Parcel, Schedule
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.groups import Wire
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.relay import Frame, Relay
 
 __all__ = ["Agreed", "Parts", "Prepared", "Sync"]
 
@@ -154,7 +154,7 @@ class Sync:
         for number in range(self._parts.schedule.rounds):
             frames = self._source.frames(number) if self._source is not None else []
             if number:
-                sizes = self._sizes(frames)
+                sizes = self._sizes([len(frame) for frame in frames])
             self._move(decision, number, frames, sizes, seed=False)
 
     def _vote(self) -> None:
@@ -179,9 +179,10 @@ class Sync:
     def _stream_seed(self, decision: Decision) -> None:
         """Phase 6."""
         for number in range(self._parts.schedule.rounds):
-            with self._phases("encode"):
-                frames = self._source.seed_frames(number, decision.version, decision.onward) if self._source is not None else []
-            self._move(decision, number, frames, self._sizes(frames), seed=True)
+            source = self._source
+            sizes = self._sizes(source.seed_sizes(number) if source is not None else [])
+            frames = source.seed_frames(number, decision.version, decision.onward) if source is not None else []
+            self._move(decision, number, frames, sizes, seed=True)
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
         """Phase 7."""
@@ -195,7 +196,7 @@ class Sync:
             if self._source is not None and decision.is_full:
                 self._source.commit(decision.version, decision.onward, full=True)
 
-    def _move(self, decision: Decision, number: int, frames: Sequence[Tensor], sizes: np.ndarray, *, seed: bool) -> None:
+    def _move(self, decision: Decision, number: int, frames: Sequence[Frame], sizes: np.ndarray, *, seed: bool) -> None:
         """Move the frames of one round to the receivers that are seeded, or to those that follow."""
         agreement, receiver = self._parts.agreement, self._receiver
         by_source = {source: sizes[source].tolist() for source in agreement.sources}
@@ -221,10 +222,10 @@ class Sync:
             for chunk in schedule.round(source, number)
         ]  # fmt: skip
 
-    def _sizes(self, frames: Sequence[Tensor]) -> np.ndarray:
+    def _sizes(self, mine: Sequence[int]) -> np.ndarray:
         """Tell all ranks the sizes of this rank's frames of a round; return those of all."""
         row = np.zeros(self._parts.schedule.per_round, np.int64)
-        row[: len(frames)] = [len(frame) for frame in frames]
+        row[: len(mine)] = mine
         return self._rows(row)
 
     def _rows(self, row: np.ndarray) -> np.ndarray:

@@ -10,14 +10,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
-from dte_dist.codec import FrameHead, FrameWriter, read_frame, read_head
+from dte_dist.codec import FrameHead, FrameWriter, dense_size, read_frame, read_head
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout
@@ -99,15 +100,24 @@ class SourceState:
         """Return the encoded delta of one round, a frame per chunk (empty where nothing changed)."""
         return self._pending[number] if self._pending else []
 
-    def seed_frames(self, number: int, version: int, stream: int) -> list[Tensor]:
-        """Return one round of the snapshot itself as dense frames."""
-        return [self._dense(chunk, version, stream) for chunk in self._schedule.round(self._rank, number)]
+    def seed_sizes(self, number: int) -> list[int]:
+        """Return the bytes of each frame of one round of the snapshot itself."""
+        chunks = self._schedule.round(self._rank, number)
+        return [dense_size((length for _, length in chunk.segments()), chunk.width) for chunk in chunks]
 
-    def _dense(self, chunk: Chunk, version: int, stream: int) -> Tensor:
-        writer = FrameWriter(self._head(chunk, version, seed=True, stream=stream), self._known().device)
+    def seed_frames(self, number: int, version: int, stream: int) -> list[Callable[[Tensor], None]]:
+        """Return one round of the snapshot itself, as functions that write a dense frame into a buffer of its size."""
+        return [partial(self._write_seed, chunk, version, stream) for chunk in self._schedule.round(self._rank, number)]
+
+    def _write_seed(self, chunk: Chunk, version: int, stream: int, out: Tensor) -> None:
+        known = self._known()
+        writer = FrameWriter(self._head(chunk, version, seed=True, stream=stream), known.device)
         for first, length in chunk.segments():
-            writer.add_dense(first, self._known().bits[chunk.width][first : first + length])
-        return writer.finish()
+            writer.add_dense(first, known.bits[chunk.width][first : first + length])
+        if out.device == known.device:
+            writer.finish(out)
+        else:
+            out.copy_(writer.finish())
 
     def detach(self) -> None:
         """Take over the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""

@@ -3,7 +3,7 @@
 For one round, whose frame sizes every rank has been told:
 
 1. Every rank packs the frames into the same buckets (`plan.schedule.pack_buckets`).
-2. Sources start to send their frames to the root, each at its exact size, in the order of the buckets.
+2. Sources send their frames to the root, each at its exact size, in the order of the buckets and at most a bucket ahead.
 3. The root collects bucket i + 1 while bucket i is on its way to the receivers. It decodes nothing.
 4. A receiver unpacks bucket i while bucket i + 1 arrives. Two buffers are enough on either side.
 
@@ -21,14 +21,18 @@ from torch import Tensor
 
 from dte_dist.plan.schedule import Parcel, pack_buckets
 from dte_dist.report import Phases
+from dte_dist.transport.buffers import Buffers
 from dte_dist.transport.groups import Pending, Wire
 
-__all__ = ["Relay", "Take"]
+__all__ = ["Frame", "Relay", "Take"]
 
 PIECE: Final = 256 << 10
 """Bytes of one piece of a chain."""
 
 _CHAIN_FROM: Final = 1 << 20
+
+Frame = Tensor | Callable[[Tensor], None]
+"""A frame, or a function that writes it into a buffer of its size: dense frames are made only when they travel."""
 
 Take = Callable[[Parcel, Tensor], None]
 """What a receiver does with one frame; the tensor is a view of the bucket and does not outlive the call."""
@@ -47,7 +51,7 @@ class Relay:
     def __init__(self, gather: Wire | None, stream: Wire | None, *, rank: int, root: int, bucket_bytes: int) -> None:
         self._gather, self._stream = gather, stream
         self._rank, self._root, self._bucket_bytes = rank, root, bucket_bytes
-        self._buffers: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._incoming, self._outgoing = Buffers(), Buffers()
 
     def close(self) -> None:
         """Close the groups; what waits on them fails."""
@@ -56,7 +60,7 @@ class Relay:
                 wire.close()
 
     def round(
-        self, sizes: Mapping[int, Sequence[int]], frames: Sequence[Tensor], targets: Sequence[int], take: Take | None, phases: Phases
+        self, sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases
     ) -> None:
         """Move the frames of one round; all sources, the root and all targets must call.
 
@@ -70,23 +74,11 @@ class Relay:
         buckets = pack_buckets(sizes, self._bucket_bytes)
         if self._rank == self._root:
             self._lead(buckets, frames, targets, take, phases)
-            return
-        sends = self._send_frames(buckets, frames)
-        if self._rank in targets and take is not None:
-            self._follow(buckets, targets, take, phases)
-        with phases("gather"):
-            for pending in sends:
-                pending.wait()
-
-    def _send_frames(self, buckets: list[list[Parcel]], frames: Sequence[Tensor]) -> list[Pending]:
-        """Start to send this source's frames to the root."""
-        if self._gather is None:
-            return []
-        mine = [parcel for bucket in buckets for parcel in bucket if parcel.source == self._rank]
-        return [self._gather.send(frames[parcel.chunk].to(self._gather.device), self._root) for parcel in mine]
+        else:
+            self._follow(buckets, frames, targets, take if self._rank in targets else None, phases)
 
     def _lead(
-        self, buckets: list[list[Parcel]], frames: Sequence[Tensor], targets: Sequence[int], take: Take | None, phases: Phases
+        self, buckets: list[list[Parcel]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases
     ) -> None:
         collecting = self._collect(0, buckets, frames)
         for number, bucket in enumerate(buckets):
@@ -102,7 +94,7 @@ class Relay:
                 for pending in sending:
                     pending.wait()
 
-    def _collect(self, number: int, buckets: list[list[Parcel]], frames: Sequence[Tensor]) -> list[Pending]:
+    def _collect(self, number: int, buckets: list[list[Parcel]], frames: Sequence[Frame]) -> list[Pending]:
         """Start to fill the buffer of bucket `number`: receive the frames of other sources, copy our own."""
         if number >= len(buckets):
             return []
@@ -111,21 +103,47 @@ class Relay:
         for parcel in buckets[number]:
             place = buffer[parcel.begin : parcel.end]
             if parcel.source == self._rank:
-                place.copy_(frames[parcel.chunk])
+                _write(frames[parcel.chunk], place)
             elif self._gather is not None:
                 pending.append(self._gather.receive(place, parcel.source))
         return pending
 
-    def _follow(self, buckets: list[list[Parcel]], targets: Sequence[int], take: Take, phases: Phases) -> None:
-        arriving: list[Pending] | None = None
+    def _follow(
+        self, buckets: list[list[Parcel]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases
+    ) -> None:
+        """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if we are a target."""
+        sending, arriving = self._send_frames(0, buckets, frames), self._receive_bucket(0, buckets, targets, take)
         for number, bucket in enumerate(buckets):
-            buffer = self._buffer(number, bucket)
-            with phases("wire"):
-                arriving = arriving if arriving is not None else self._receive_bucket(buffer, targets)
-                self._pass_on(arriving, buffer, targets)
-            following = number + 1 < len(buckets)
-            arriving = self._receive_bucket(self._buffer(number + 1, buckets[number + 1]), targets) if following else None
-            self._unpack(bucket, buffer, take, phases)
+            ahead = self._send_frames(number + 1, buckets, frames)
+            if take is not None:
+                buffer = self._buffer(number, bucket)
+                with phases("wire"):
+                    self._pass_on(arriving, buffer, targets)
+                arriving = self._receive_bucket(number + 1, buckets, targets, take)
+                self._unpack(bucket, buffer, take, phases)
+            with phases("gather"):
+                for pending in sending:
+                    pending.wait()
+            sending = ahead
+
+    def _send_frames(self, number: int, buckets: list[list[Parcel]], frames: Sequence[Frame]) -> list[Pending]:
+        """Start to send this source's frames of bucket `number` to the root."""
+        wire = self._gather
+        mine = [parcel for parcel in (buckets[number] if number < len(buckets) else ()) if parcel.source == self._rank]
+        if wire is None or not mine:
+            return []
+        made = _size_of([parcel for parcel in mine if callable(frames[parcel.chunk])])
+        room = self._outgoing.get(number, made, wire.device)
+        sending = []
+        for parcel in mine:
+            frame = frames[parcel.chunk]
+            if callable(frame):
+                size = parcel.end - parcel.begin
+                place, room = room[:size], room[size:]
+                frame(place)
+                frame = place
+            sending.append(wire.send(frame.to(wire.device), self._root))
+        return sending
 
     @staticmethod
     def _unpack(bucket: list[Parcel], buffer: Tensor, take: Take, phases: Phases) -> None:
@@ -134,13 +152,9 @@ class Relay:
                 take(parcel, buffer[parcel.begin : parcel.end])
 
     def _buffer(self, number: int, bucket: list[Parcel]) -> Tensor:
-        """Return the buffer of bucket `number`, of exactly its size; two take turns."""
+        """Return the buffer of bucket `number`, of exactly its size."""
         wire = self._stream or self._gather
-        device = wire.device if wire is not None else torch.device("cpu")
-        size, which = bucket[-1].end, number % 2
-        if len(self._buffers[which]) < size:
-            self._buffers[which] = torch.empty(max(size, min(self._bucket_bytes, 2 * size)), dtype=torch.uint8, device=device)
-        return self._buffers[which][:size]
+        return self._incoming.get(number, bucket[-1].end, torch.device("cpu") if wire is None else wire.device)
 
     def _is_chain(self, size: int, targets: Sequence[int]) -> bool:
         """Decide from what all ranks know: a broadcast reaches every receiver, and is cheap while it is small."""
@@ -162,9 +176,11 @@ class Relay:
             return [self._stream.broadcast(buffer, self._root)]
         return [self._stream.send(piece, line[1]) for piece in buffer.split(PIECE)]
 
-    def _receive_bucket(self, buffer: Tensor, targets: Sequence[int]) -> list[Pending]:
-        if self._stream is None:
+    def _receive_bucket(self, number: int, buckets: list[list[Parcel]], targets: Sequence[int], take: Take | None) -> list[Pending]:
+        """Start to receive bucket `number`, if there is one and we are a target."""
+        if self._stream is None or take is None or number >= len(buckets):
             return []
+        buffer = self._buffer(number, buckets[number])
         if not self._is_chain(len(buffer), targets):
             return [self._stream.broadcast(buffer, self._root)]
         line = self._line(targets)
@@ -185,3 +201,14 @@ class Relay:
             sends.append(self._stream.send(piece, after[0]))
         for pending in sends:
             pending.wait()
+
+
+def _write(frame: Frame, place: Tensor) -> None:
+    if callable(frame):
+        frame(place)
+    else:
+        place.copy_(frame)
+
+
+def _size_of(parcels: Sequence[Parcel]) -> int:
+    return sum(parcel.end - parcel.begin for parcel in parcels)

@@ -1,0 +1,30 @@
+"""The two buffers of a pipeline: one fills or travels while the other is worked on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Buffers"]
+
+
+class Buffers:
+    """Two byte buffers that take turns and are kept: a large buffer made anew each time costs page faults, and the memory stays.
+
+    Example:
+        >>> buffers = Buffers()
+        >>> len(buffers.get(0, 100, torch.device("cpu"))), len(buffers.get(1, 7, torch.device("cpu")))
+        (100, 7)
+    """
+
+    __slots__ = ("_pair",)
+
+    def __init__(self) -> None:
+        self._pair = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def get(self, number: int, size: int, device: torch.device) -> Tensor:
+        """Return `size` bytes of buffer `number % 2`; what it held before is lost."""
+        which = number % 2
+        if len(self._pair[which]) < size:
+            self._pair[which] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._pair[which][:size]
