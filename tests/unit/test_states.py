@@ -68,7 +68,7 @@ class Pair:
         self.source.prepare(version, True, Phases())
         self.receiver.begin()
         for number in self.rounds():
-            frames = self.source.seed_frames(number, version, stream)
+            frames = self.seed_frames(number, version, stream)
             for chunk, frame in zip(self.schedule.round(0, number), tamper(frames) if tamper else frames, strict=True):
                 self.receiver.take(frame, self.head(chunk, base=NONE, version=version, stream=stream, seed=True))
         if self.receiver.error is not None:
@@ -78,6 +78,13 @@ class Pair:
             raise error
         self.receiver.commit(version, stream)
         self.source.commit(version, stream, full=True)
+
+    def seed_frames(self, number: int, version: int, stream: int) -> list[Tensor]:
+        """Let the source write its dense frames into buffers of the sizes it said."""
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in self.source.seed_sizes(number)]
+        for write, buffer in zip(self.source.seed_frames(number, version, stream), buffers, strict=True):
+            write(buffer)
+        return buffers
 
     def prepare(self) -> list[Tensor]:
         """Return all frames of the next delta."""
@@ -593,7 +600,7 @@ def test_a_delta_that_nobody_follows_is_taken_over_and_can_seed() -> None:
     pair.source.detach()
     assert pair.source.chain.version == NONE
     pair.receiver.begin()
-    for chunk, frame in zip(pair.schedule.round(0, 0), pair.source.seed_frames(0, 2, STREAM), strict=True):
+    for chunk, frame in zip(pair.schedule.round(0, 0), pair.seed_frames(0, 2, STREAM), strict=True):
         pair.receiver.take(frame, pair.head(chunk, base=NONE, version=2, seed=True))
     assert pair.receiver.error is None
     pair.receiver.commit(2, STREAM)
