@@ -31,8 +31,7 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
         has = axes > back
         axis = torch.where(has, inner - back, tables.none)
         extent = tables.extent[axis]
-        coordinate = torch.where(axes > back + 1, rest % extent, rest)
-        rest = rest // extent
+        coordinate, rest = rest % extent, rest // extent
         found, moved = tables.look_up(axis, coordinate)
         target = target + torch.where(has, moved * tables.stride[axis], 0)
         held &= found | ~has

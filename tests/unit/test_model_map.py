@@ -209,6 +209,11 @@ def test_the_first_bad_slot_is_named_though_a_like_one_is_good():
     refused(sources, {9: whole("a", "b", "c")}, "slot 'b'", "ranks 0;", "got 12 elements")
 
 
+def test_blocks_that_tile_one_slot_do_not_tile_a_larger_one():
+    sources = {0: Holding(manifest(region("a", (0, 0), (4, 6)), region("b", (0, 0), (4, 6), full=(8, 6))), ())}
+    refused(sources, {9: whole("a", entry("b", (8, 6)))}, "do not hold the whole", "slot 'b'", "expected 48 elements", "got 24 elements")
+
+
 # Differences
 
 

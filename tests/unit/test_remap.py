@@ -186,6 +186,47 @@ def test_a_run_crosses_many_tensors(kernel: ModuleType, width: int) -> None:
         assert content(flat) == expected
 
 
+DEEP = (6, 5, 7, 8)
+
+
+@both
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_are_cut_along_every_dimension(kernel: ModuleType, seed: int) -> None:
+    """Three and four axes, between two slots that need none."""
+    rng = np.random.default_rng(seed)
+
+    def strided(size: int) -> tuple[tuple[int, int], ...]:
+        kept = np.append(rng.permutation([0, 1, 1, 1, 1, *rng.integers(0, 2, size - 5)]), 0)
+        edges = np.flatnonzero(np.diff(kept, prepend=0)).reshape(-1, 2)
+        return tuple((int(low), int(high - low)) for low, high in edges)
+
+    shapes = [(7,), DEEP, (3,)]
+    spaces = [space_of(2, (0, Block.whole((7,))), (1, Block(tuple(map(strided, DEEP)))), (2, Block.whole((3,)))) for _ in range(2)]
+    (remap,) = build_remaps(*spaces)
+    assert remap.axes.max() >= 3
+    bits, flat = random_bits(spaces[0].numel, 2), target_of(spaces[1], 9)
+    wanted = [(home, bit) for several, bit in zip(homes(*spaces, shapes), bits.tolist(), strict=True) for home in several]
+    assert sorted(translated(kernel, [remap], 0, range(spaces[0].numel), bits)) == sorted(wanted)
+    expected = content(flat)
+    for home, bit in wanted:
+        expected[home] = bit
+    for begin, end in [(0, 20), (20, 21), (21, spaces[0].numel)]:
+        kernel.place(remap, begin, bits[begin:end], flat)
+    assert content(flat) == expected
+
+
+@both
+def test_entries_with_axes_that_touch_stay_apart(kernel: ModuleType) -> None:
+    """Two parts of a slot end to end on the source, of which the receiver has the outer columns."""
+    source = space_of(2, (0, Block.rectangle((0, 0), (10, 6))), (0, Block.rectangle((10, 0), (10, 6))))
+    receiver = space_of(2, (0, Block((((0, 20),), ((0, 1), (5, 1))))))
+    (remap,) = build_remaps(source, receiver)
+    assert list(zip(remap.begin.tolist(), remap.end.tolist(), remap.axes.tolist(), strict=True)) == [(0, 60, 2), (60, 120, 2)]
+    bits = random_bits(120, 2)
+    wanted = sorted((home, bit) for several, bit in zip(homes(source, receiver, [(20, 6)]), bits.tolist(), strict=True) for home in several)
+    assert sorted(translated(kernel, [remap], 0, range(120), bits)) == wanted
+
+
 HUGE = (1 << 20, 5000)
 """More than 2^32 elements; nothing of this size is ever allocated."""
 
