@@ -68,7 +68,7 @@ class ControlRow:
         return cls(*row[:fields].tolist()), row[fields:].tolist()
 
 
-REASONS: Final = ("", "first sync", "mode", "anchor")
+REASONS: Final = ("", "first sync", "mode", "anchor", "the last full sync failed")
 """Why a source prepares a full sync."""
 
 
