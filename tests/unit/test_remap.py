@@ -311,8 +311,11 @@ def test_a_staged_patch_is_applied_through_all_layers(data) -> None:
     for position in [*range(middle), *kept]:
         for home in homes(source, receiver, shapes)[position]:
             expected[home] = int(new[position])
-    staged.add(target, 3, 0, None, new[:middle])
-    staged.add(target, 3, middle, torch.tensor([p - middle for p in kept], dtype=torch.int32), new[torch.tensor(kept, dtype=torch.int64)])
+    buffers = new[:middle].clone(), torch.tensor([p - middle for p in kept], dtype=torch.int32), new[torch.tensor(kept, dtype=torch.int64)]
+    staged.add(target, 3, 0, None, buffers[0])
+    staged.add(target, 3, middle, *buffers[1:])
+    for buffer in buffers:
+        buffer.zero_()  # what arrives next uses the same memory
     staged.add(target, 5, 0, None, new)  # a source that holds nothing of ours
     assert content(flat) == before
     staged.apply({4: target})
