@@ -2,7 +2,7 @@
 
 A block is the product of one run list per dimension, so the overlap of two blocks is the product of the overlaps of their run lists. Per
 dimension it is a short table of segments (coordinate in A, length, coordinate in B). Neighbouring dimensions are merged where the inner
-one is whole in both blocks or a few segments say it all, so that what remains is usually one dimension: then positions in A and
+one is whole in both blocks or the outer one is a single row, so that what remains is usually one dimension: then positions in A and
 in B differ by a constant on each segment. Otherwise a position is taken apart into coordinates (mixed radix), each is
 looked up in its table, and they are put together again.
 """
@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 from dte_dist.layout import Block, Runs
 
 __all__ = ["Axis", "Overlap", "intersection", "overlap_of"]
 
 Segments = tuple[tuple[int, int, int], ...]
-_FEW: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,41 +106,27 @@ def _shared(x: Runs, y: Runs) -> Iterator[tuple[int, int, int, int]]:
 def _axis(x: Runs, y: Runs) -> Axis:
     """Intersect two run lists of one dimension; segments that continue each other in both are one."""
     segments: list[tuple[int, int, int]] = []
-    for _, length, at_x, at_y in _shared(x, y):
-        _append(segments, at_x, length, at_y)
+    for _, length, at, other in _shared(x, y):
+        last_at, last_length, last_other = segments[-1] if segments else (0, 0, -1)
+        if (last_at + last_length, last_other + last_length) == (at, other):
+            segments[-1] = last_at, last_length + length, last_other
+        else:
+            segments.append((at, length, other))
     return Axis(sum(n for _, n in x), sum(n for _, n in y), tuple(segments))
 
 
-def _append(segments: list[tuple[int, int, int]], at: int, length: int, other: int) -> None:
-    if segments:
-        last_at, last_length, last_other = segments[-1]
-        if last_at + last_length == at and last_other + last_length == other:
-            segments[-1] = last_at, last_length + length, last_other
-            return
-    segments.append((at, length, other))
-
-
 def _merge(axes: list[Axis]) -> tuple[Axis, ...]:
-    """Merge each axis into the axis left of it if it is whole in both blocks, or if that makes few segments."""
+    """Merge each axis into the axis left of it if it is whole in both blocks, or if that one has a single row."""
     merged = [Axis(1, 1, ((0, 1, 0),))]
     for axis in axes:
         outer = merged[-1]
-        rows = sum(length for _, length, _ in outer.segments)
         if axis.is_whole:
             n = axis.extent
             merged[-1] = Axis(outer.extent * n, outer.other * n, tuple((s * n, k * n, d * n) for s, k, d in outer.segments))
-        elif rows == 1 or rows * len(axis.segments) <= _FEW:
-            merged[-1] = _product(outer, axis)
+        elif len(outer.segments) == 1 and outer.segments[0][1] == 1:
+            row, _, other = outer.segments[0]
+            rest = tuple((row * axis.extent + s, k, other * axis.other + d) for s, k, d in axis.segments)
+            merged[-1] = Axis(outer.extent * axis.extent, outer.other * axis.other, rest)
         else:
             merged.append(axis)
     return tuple(merged)
-
-
-def _product(outer: Axis, inner: Axis) -> Axis:
-    """Write two axes as one, row by row."""
-    segments: list[tuple[int, int, int]] = []
-    for row, rows, other in outer.segments:
-        for k in range(rows):
-            for at, length, to in inner.segments:
-                _append(segments, (row + k) * inner.extent + at, length, (other + k) * inner.other + to)
-    return Axis(outer.extent * inner.extent, outer.other * inner.other, tuple(segments))
