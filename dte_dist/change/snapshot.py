@@ -19,7 +19,7 @@ __all__ = ["Detector", "Snapshot"]
 
 Detector = Callable[[Tensor, Tensor], Tensor]
 """A caller's own search for changes: (live bits, known bits) of one segment, 1-D integer views in wire dtype, to the ascending int32
-or int64 positions of all elements that may differ. It may name too many elements; one it forgets stays stale."""
+or int64 positions of all elements that may differ. It may name too many elements; one it forgets stays stale. It gets copies."""
 
 
 class Snapshot:
@@ -29,26 +29,32 @@ class Snapshot:
         totals: elements of each width.
         device: of the live tensors, where the snapshot lies too.
         most: most elements of a segment.
-        detector: the caller's own search, or None to compare all.
 
     Attributes:
         bits: by width, the known bits; undefined until the first `refresh`.
     """
 
-    def __init__(self, totals: Mapping[int, int], device: torch.device, most: int, detector: Detector | None = None) -> None:
+    def __init__(self, totals: Mapping[int, int], device: torch.device, most: int) -> None:
         self.device = device
         self._kernels = kernels.on(device)
-        self._detector = detector
         self.bits = {width: torch.empty(total, dtype=BITS[width], device=device) for width, total in totals.items()}
         room = {width: min(total, most) for width, total in totals.items()}
         self._positions = torch.empty(max(room.values(), default=0), dtype=torch.int32, device=device)
         self._scratch = torch.empty(max((width * n for width, n in room.items()), default=0), dtype=torch.uint8, device=device)
         self._found = torch.empty_like(self._scratch)
 
-    def changes(self, live: LiveSpace, width: int, first: int, length: int) -> tuple[Tensor, Tensor]:
+    def move(self, device: torch.device) -> None:
+        """Move to another device, as the live tensors did."""
+        self.device, self._kernels = device, kernels.on(device)
+        self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
+        self._positions, self._scratch, self._found = (buffer.to(device) for buffer in (self._positions, self._scratch, self._found))
+
+    def changes(
+        self, live: LiveSpace, width: int, first: int, length: int, detector: Detector | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the sorted positions (int32, counted from `first`) that differ from the snapshot, and their live bits.
 
-        Both are views of buffers that the next call uses again.
+        Both are views of buffers that the next call uses again. `detector` is the caller's own search, None compares all.
 
         Raises:
             ValueError: the caller's detector returned something else than ascending positions of the segment.
@@ -56,11 +62,11 @@ class Snapshot:
         known = self.bits[width][first : first + length]
         flat, begin = live.window(first, first + length, self._scratch)
         found = self._found[: length * width].view(BITS[width])
-        if self._detector is None:
+        if detector is None:
             count = self._kernels.diff(flat, begin, begin + length, known, self._positions, found)
             return self._positions[:count], found[:count]
         self._kernels.read(flat, begin, found)
-        positions = self._detector(found, known)
+        positions = detector(found.clone(), known.clone())
         if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"a detector returns int32 or int64 positions in one dimension, got {positions.dtype}{list(positions.shape)}")
         positions = positions.to(found.device).contiguous()
@@ -69,9 +75,9 @@ class Snapshot:
         return positions.to(torch.int32), self._kernels.gather(found, positions)
 
     def whole(self, live: LiveSpace, width: int, first: int, length: int) -> Tensor:
-        """Return the live bits of a segment, in a buffer that the next call uses again."""
+        """Return the live bits of a segment."""
         flat, begin = live.window(first, first + length, self._scratch)
-        found = self._found[: length * width].view(BITS[width])
+        found = torch.empty(length, dtype=BITS[width], device=self.device)
         self._kernels.read(flat, begin, found)
         return found
 

@@ -113,10 +113,11 @@ class FrameWriter:
             if not count == bits.numel() <= length:
                 raise ValueError(f"{count} positions and {bits.numel()} bit patterns in a segment of {length} elements")
             index, value = choose_index(count, length), choose_value(bits, known)
+            self.codecs[f"{index.name}+{value.name}"] += 1
             self._append((first, length, count), (index.number, value.number), index.encode(positions, length), value.encode(bits, known))
 
     def add_dense(self, first: int, bits: Tensor) -> None:
-        """Add the bits of all elements [first, first + len(bits)).
+        """Add the bits of all elements [first, first + len(bits)); they must stay as they are until `finish`.
 
         Raises:
             ValueError: the segment is not in the chunk or not behind the last one.
@@ -124,7 +125,8 @@ class FrameWriter:
         for low in range(0, bits.numel(), _MOST_ELEMENTS):
             part = bits[low : low + _MOST_ELEMENTS]
             self._check(first + low, part.numel(), part)
-            self._append((first + low, part.numel(), part.numel()), (DENSE.number, RAW.number), None, RAW.encode(part, None))
+            self.codecs[f"{DENSE.name}+{RAW.name}"] += 1
+            self._append((first + low, part.numel(), part.numel()), (DENSE.number, RAW.number), None, part.contiguous().view(torch.uint8))
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """Return the frame: uint8, a multiple of 8 bytes; of no bytes at all if nothing was added.

@@ -6,13 +6,14 @@ import logging
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dte_dist.change.snapshot import Detector
+from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.channels import find_or_open, is_in_use
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
@@ -30,8 +31,7 @@ _BUCKET_BYTES = 16 << 20
 _TIMEOUT = timedelta(minutes=10)
 
 _log = logging.getLogger(__name__)
-_running: weakref.WeakKeyDictionary[Any, dict[ProcessGroup, DeltaWork]] = weakref.WeakKeyDictionary()
-"""Syncs in the background, by module and group: one at a time, since the next starts from where it ends."""
+
 
 
 @overload
@@ -97,7 +97,8 @@ def delta_broadcast(
         LayoutMismatch: the ranks do not describe the same model, or disagree on an option; on every rank.
         VersionError: the version is not newer; on every rank.
         PeerLost: a rank died or did not answer; on every survivor. Call again with a group of the survivors.
-        DeltaError: anything else that went wrong on some rank; on every rank. No live weight and no snapshot has moved.
+        ApplyFailed: a rank failed after the vote, while writing; on every rank. It is seeded by the next sync.
+        DeltaError: anything else that went wrong on some rank; on every rank. No receiver has moved.
 
     Example:
         >>> report = dte_dist.delta_broadcast(module, group)
@@ -111,7 +112,7 @@ def delta_broadcast(
     try:  # whatever is wrong with the call on this rank is raised on all ranks
         check_call(version, mode)
         options = Options(
-            group_ranks(src, group_src, pg), bucket_bytes, anchor_interval, _timedelta(timeout), wire_dtype, select, rename, detector,
+            group_ranks(src, group_src, pg), bucket_bytes, anchor_interval, _timedelta(timeout), wire_dtype, select, rename,
             None if into is None else weakref.ref(into),
         )  # fmt: skip
     except Exception as caught:
@@ -121,13 +122,12 @@ def delta_broadcast(
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
-    call = _Call(module, pg, into, options, error, version, mode)
-    running = _running.setdefault(module, {})
-    if pg in running:
-        running.pop(pg).join()  # its error, if any, is for whoever waits on it
+    call = _Call(module, pg, into, options, error, version, mode, detector)
+    running.join(module, into)
     if not async_op:
         return call.run()
-    running[pg] = work = call.start()
+    work = call.start()
+    running.note(work.done, module, into)
     return work
 
 
@@ -142,6 +142,7 @@ class _Call:
     error: Exception | None
     version: int | None
     mode: str
+    detector: Detector | None
 
     def run(self) -> SyncReport:
         """Sync; where another rank had closed the channel, open a new one with it first."""
@@ -159,16 +160,14 @@ class _Call:
         def finish() -> SyncReport:
             try:
                 return channel.run(prepared)
-            except Abandoned as abandoned:
-                if channel.parts.source is not None:  # the bits at the call are gone, the optimizer may have stepped
-                    raise PeerLost("another rank closed the channel", fix="call again; a new channel opens") from abandoned
-                return self.run()
+            except Abandoned as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
+                raise PeerLost("another rank had closed the channel", fix="call again; a new channel opens") from abandoned
 
         return DeltaWork(finish)
 
     def _prepare(self) -> tuple[Channel, Prepared]:
         channel = find_or_open(self.module, self.group, self.into, self.options, self.error)
-        return channel, channel.prepare(self.version, self.mode, lambda: self._check(channel))
+        return channel, channel.prepare(self.version, self.mode, self.detector, lambda: self._check(channel))
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from dte_dist.change.snapshot import Detector
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.sync import Agreed, Parts, Prepared, Sync
 from dte_dist.engine.chain import NONE
@@ -61,11 +62,11 @@ class Channel:
             self.parts.control.close()
             self.parts.relay.close()
 
-    def prepare(self, version: int | None, mode: str, check: Callable[[], None]) -> Prepared:
+    def prepare(self, version: int | None, mode: str, detector: Detector | None, check: Callable[[], None]) -> Prepared:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
-            version, mode: of the call.
+            version, mode, detector: of the call.
             check: raises if the arguments of the call make no sense.
         """
         phases, begin = Phases(), time.perf_counter()
@@ -74,7 +75,7 @@ class Channel:
         try:
             check()
             if source is not None:
-                source.prepare(version or source.chain.version + 1, bool(reason), phases)
+                source.prepare(version or source.chain.version + 1, bool(reason), phases, detector)
             if receiver is not None:
                 receiver.begin()
         except Exception as caught:  # told to all ranks in the control round
@@ -100,6 +101,8 @@ class Channel:
             if not sync.begun and self._board.left():
                 self._drop("another rank closed it")
                 raise Abandoned from error
+            raise self._break(error) from error
+        except Exception as error:  # the machine failed, not the protocol: the others lose this rank
             raise self._break(error) from error
         except BaseException as error:
             self._break(error)
@@ -145,7 +148,8 @@ class Channel:
             self.parts.source.chain.broken_off = True
         _forget_frames(error)  # they hold operations, which hold connections: peers would not learn that we left
         self._drop(f"{type(error).__name__} in an earlier call: {error}")
-        return PeerLost(self._board.agree(str(error)))
+        what = str(error) if isinstance(error, PeerLost) else f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        return PeerLost(self._board.agree(what))
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dte_dist import kernels
 from dte_dist.change.snapshot import Snapshot
+from dte_dist.collectives import running
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
 from dte_dist.collectives.options import Options
@@ -114,7 +115,7 @@ def _is_gone(group: dist.ProcessGroup) -> bool:
 
 
 def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
-    """Close the channel of (module, group) on this rank and forget what it held.
+    """Close the channel of (module, group) on this rank and forget what it held; a sync in the background ends first.
 
     The next `delta_broadcast` opens a new channel and seeds all receivers. Closing what is not open does nothing.
 
@@ -125,6 +126,7 @@ def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
     Example:
         >>> dte_dist.close(module, group)
     """
+    running.join(module)
     _kept.pop(module, None)
     channel = _channels.get(module, {}).pop(dist.group.WORLD if group is None else group, None)
     if channel is not None:
@@ -142,7 +144,7 @@ def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: 
     try:
         control = Wire("control", range(membership.size), membership, "gloo")
         opening.wires.append(control)
-        agreement, mine = _agree(control, module, into, options, error)
+        agreement, mine = _agree(control, lambda: describe(module, into, options, membership.backends), error)
         try:
             channel = opening.build(agreement, mine, _kept.get(module), module if into is None else into)
         except PeerLost:
@@ -163,12 +165,10 @@ def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: 
     return channel  # type: ignore[return-value]  # raise_together raised where there is none
 
 
-def _agree(
-    control: Wire, module: Model, into: Model | None, options: Options, error: Exception | None
-) -> tuple[Agreement, Described]:
+def _agree(control: Wire, describe_mine: Callable[[], Described], error: Exception | None) -> tuple[Agreement, Described]:
     mine: Described | None = None
     try:
-        mine = describe(module, into, options) if error is None else None
+        mine = describe_mine() if error is None else None
     except Exception as caught:  # told to all ranks in the first row
         error = caught
     return agree(control, mine, error), mine  # type: ignore[return-value]  # agree raised where there is none
@@ -193,8 +193,8 @@ class _Opening:
         rank, root, model = self.membership.rank, agreement.root, agreement.model
         totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
         schedule = Schedule(totals, self.options.bucket_bytes)
-        gather = self._wire("gather", sorted(agreement.sources))
-        stream = self._wire("stream", sorted({root, *agreement.receivers}))
+        gather = self._wire("gather", agreement.backend, sorted(agreement.sources))
+        stream = self._wire("stream", agreement.backend, sorted({root, *agreement.receivers}))
         relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes)
         source = self._source(agreement, mine, kept, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
@@ -202,16 +202,16 @@ class _Opening:
         parts = Parts(agreement, schedule, self.wires[0], relay, source, receiver)
         return Channel(self.options, parts, LossBoard(self.membership))
 
-    def _wire(self, name: str, members: Sequence[int]) -> Wire | None:
+    def _wire(self, name: str, backend: str, members: Sequence[int]) -> Wire | None:
         """Make a data group if it has several members and this rank is one."""
         if len(members) < 2 or self.membership.rank not in members:
             return None
-        self.wires.append(Wire(name, members, self.membership, self.membership.backend))
+        self.wires.append(Wire(name, members, self.membership, backend))
         return self.wires[-1]
 
     def _source(self, agreement: Agreement, mine: Described, kept: _Kept | None, schedule: Schedule) -> SourceState:
         rank, model = self.membership.rank, agreement.model
-        state = SourceState(mine.layout, model, rank, schedule, agreement.schema, detector=self.options.detector)
+        state = SourceState(mine.layout, model, rank, schedule, agreement.schema)
         if kept is not None and kept.covers == _digest(model, model.source_spaces[rank]):
             state.chain, state.snapshot = kept.chain, kept.snapshot
         return state

@@ -54,12 +54,14 @@ class Agreement:
         model: slots and flat spaces.
         sources, receivers: group ranks; the root is the first source.
         schema: 63-bit hash of the model map; every frame carries it.
+        backend: for the data: "nccl" if the group has it and the tensors of all ranks are on GPUs, else "gloo".
     """
 
     model: ModelMap
     sources: tuple[int, ...]
     receivers: tuple[int, ...]
     schema: int
+    backend: str
 
     @property
     def root(self) -> int:
@@ -67,8 +69,8 @@ class Agreement:
         return self.sources[0]
 
 
-def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: Options) -> Described:
-    """Describe what this rank holds and wants.
+def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: Options, backends: str) -> Described:
+    """Describe what this rank holds and wants; `backends` are those of the user's group, by device.
 
     Raises:
         LayoutMismatch: something is placed in a way that cannot be handled.
@@ -80,6 +82,7 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
         "options": options.shared(),
         "wire": wire_types(options.wire_dtype, layout.manifest),
         "partial": options.select is not None,
+        "nccl": "nccl" in backends and all(tensor.is_cuda for each in (layout, other) if each is not None for tensor in each.tensors()),
     }
     parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]
     data = np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
@@ -143,6 +146,7 @@ class _Description:
     options: dict[str, Any]
     wire: Any
     partial: bool
+    nccl: bool
     manifest: Manifest
     into: Manifest | None
 
@@ -152,7 +156,7 @@ class _Description:
         head, manifest, into = (data[24 + sum(sizes[:i]) : 24 + sum(sizes[: i + 1])] for i in range(3))
         said = json.loads(head)
         second = Manifest.from_bytes(into) if into else None
-        return cls(said["options"], said["wire"], said["partial"], Manifest.from_bytes(manifest), second)
+        return cls(said["options"], said["wire"], said["partial"], said["nccl"], Manifest.from_bytes(manifest), second)
 
 
 def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
@@ -172,7 +176,8 @@ def _plan(described: Sequence[_Description], places: Sequence[list[int]], digest
         targets[rank] = Holding(manifest, place, partial=said.partial)
     roles = np.array([*sources, -1, *receivers, -1, *(n for place in places for n in place)], np.int64)
     hashed = hashlib.blake2b(digests + roles.tobytes(), digest_size=8).digest()
-    return Agreement(ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1)
+    backend = "nccl" if all(said.nccl for said in described) else "gloo"
+    return Agreement(ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1, backend)
 
 
 def _check_options(described: Sequence[_Description]) -> None:

@@ -48,7 +48,7 @@ class Options:
     Attributes:
         sources: group ranks as said by the caller, first the root; None for the default.
         bucket_bytes, anchor_interval, timeout: compared between ranks when the channel opens.
-        wire_dtype, select, rename, detector: each rank's own; their effect is compared.
+        wire_dtype, select, rename: each rank's own; their effect is compared.
         into: what this rank receives into, if not the module.
     """
 
@@ -59,7 +59,6 @@ class Options:
     wire_dtype: WireDtype | None = None
     select: Select = None
     rename: Rename = None
-    detector: Detector | None = None
     into: weakref.ref[Any] | None = None
 
     def shared(self) -> dict[str, Any]:
@@ -87,7 +86,17 @@ class Options:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or bool(a == b) or (callable(a) and callable(b) and getattr(a, "__code__", a) is getattr(b, "__code__", b))
+    """Compare two values of an option; functions by code and by what they close over, since a lambda is made anew at each call."""
+    if a is b:
+        return True
+    if hasattr(a, "__code__") and hasattr(b, "__code__"):
+        return all(_parts(a, name) == _parts(b, name) for name in ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__self__"))
+    return bool(a == b)
+
+
+def _parts(function: Any, name: str) -> Any:
+    part = getattr(function, name, None)
+    return [cell.cell_contents for cell in part] if name == "__closure__" and part else part
 
 
 def group_ranks(src: Ranks | None, group_src: Ranks | None, group: dist.ProcessGroup) -> tuple[int, ...] | None:
@@ -145,6 +154,8 @@ def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
             dtype = option.get(entry.name, own)
         else:
             dtype = option(entry.name, own)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"wire_dtype must give a torch.dtype for {entry.name!r}, got {dtype!r}")
         if dtype != own:
             chosen[entry.name] = str(dtype).removeprefix("torch.")
     return chosen
@@ -157,6 +168,8 @@ def layout_of(module: torch.nn.Module | Layout, options: Options) -> Layout:
         ValueError: it is neither a module nor a layout.
     """
     if isinstance(module, Layout):
+        if options.select is not None or options.rename is not None:
+            raise ValueError("select= and rename= are for modules: pass them where the layout is built")
         return weakref.proxy(module)  # the channel must not keep alive what it is found by
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")

@@ -4,9 +4,9 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 
 1.   Prepare, in the caller's thread (`Channel.prepare`): sources look at their live tensors, once, and encode what changed; receivers
      find theirs. An error here is kept, not raised: a rank that left now would leave the others waiting.
-2. o Control: one row per rank, with the sizes of the first round's frames. All ranks take the same decision
-     (`engine.control.decide`), or raise the same error.
-3. o Delta: round by round, frames go from the sources over the root to the receivers that follow, and are staged there.
+2. o Control: one row per rank, with the sizes of its frames. All ranks take the same decision (`engine.control.decide`),
+     or raise the same error.
+3. o Delta: frames go from the sources over the root to the receivers that follow, and are staged there.
 4. o Vote: has every rank everything, and is it sound? If not, all raise, and nothing has moved.
 5.   Apply and commit: receivers write what is staged, sources move their snapshot.
 6. o Seed, if a receiver has no version (the first sync, a dirty or a new receiver): the snapshot itself, straight into place.
@@ -23,13 +23,12 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from dte_dist.codec import FrameHead
 from dte_dist.collectives.opening import Agreement, raise_together
-from dte_dist.engine.chain import NONE
+from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import ControlRow, Decision, decide
 from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState
-from dte_dist.errors import ApplyFailed, DeltaError, PeerLost
+from dte_dist.engine.source import SourceState, most_size, seed_size
+from dte_dist.errors import ApplyFailed, FrameError, PeerLost
 from dte_dist.plan.schedule import Parcel, Schedule
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.groups import Wire
@@ -132,30 +131,42 @@ class Sync:
             self._vote()
             error = self._apply(decision)
         elif self._source is not None:
-            self._source.detach()
+            error = _error_of(self._source.detach)
         if decision.seeded:
             self._stream_seed(decision)
         self._acknowledge(decision, error)
         return self._report(decision, rows)
 
     def _exchange(self) -> tuple[list[ControlRow], np.ndarray]:
-        """Phase 2: return the rows of all ranks and the sizes of the first round's frames."""
+        """Phase 2: return the rows of all ranks, and the sizes of the frames of each by chunk."""
         prepared = self._prepared
-        frames = self._source.frames(0) if self._source is not None and prepared.error is None else []
-        table = self._rows(prepared.row.pack([len(frame) for frame in frames], self._parts.schedule.per_round))
+        frames = self._source.frames() if self._source is not None and prepared.error is None else []
+        table = self._rows(prepared.row.pack([len(frame) for frame in frames], self._parts.schedule.room))
         self.begun = True
-        rows = [ControlRow.unpack(row) for row in table]
-        if any(row.failed for row, _ in rows):
+        rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
+        if any(row.failed for row in rows):
             self._raise_together(prepared.error)
-        return [row for row, _ in rows], np.array([sizes for _, sizes in rows], np.int64)
+        _agreed(lambda: self._check_sizes(sizes))
+        return rows, sizes
+
+    def _check_sizes(self, sizes: np.ndarray) -> None:
+        """Refuse sizes that no frame can have, before anyone makes room for them."""
+        schedule, most = self._parts.schedule, np.zeros_like(sizes)
+        for source in self._parts.agreement.sources:
+            chunks = schedule.chunks(source)
+            most[source, : len(chunks)] = [most_size(chunk) for chunk in chunks]
+        wrong = np.argwhere((sizes < 0) | (sizes > most) | (sizes % 8 != 0))
+        if len(wrong):
+            rank, chunk = wrong[0].tolist()
+            raise FrameError(
+                "a frame cannot have this size", ranks=[rank], expected=f"a multiple of 8 up to {most[rank, chunk]}",
+                got=int(sizes[rank, chunk]), fix="sync again; if it stays, the ranks run different versions of dte_dist",
+            )  # fmt: skip
 
     def _stream_delta(self, decision: Decision, sizes: np.ndarray) -> None:
         """Phase 3."""
-        for number in range(self._parts.schedule.rounds):
-            frames = self._source.frames(number) if self._source is not None else []
-            if number:
-                sizes = self._sizes([len(frame) for frame in frames])
-            self._move(decision, number, frames, sizes, seed=False)
+        frames = self._source.frames() if self._source is not None else []
+        self._move(decision, frames, {source: sizes[source].tolist() for source in self._parts.agreement.sources}, seed=False)
 
     def _vote(self) -> None:
         """Phase 4: raise the same error on every rank if any rank has one."""
@@ -164,31 +175,29 @@ class Sync:
     def _apply(self, decision: Decision) -> Exception | None:
         """Phase 5; return what went wrong while writing."""
         error: Exception | None = None
-        if self._receiver is not None and self._is_in(decision.followers):
+        receiver, source = self._receiver, self._source
+        if receiver is not None and self._is_in(decision.followers):
             with self._phases("apply"):
-                try:
-                    self._receiver.apply()
-                    self._receiver.commit(decision.version, decision.onward)
-                except Exception as caught:  # told to all ranks when they acknowledge
-                    error = caught
-        if self._source is not None:
+                error = _error_of(receiver.apply)
+                if error is None:
+                    receiver.commit(decision.version, decision.onward)
+        if source is not None:
             with self._phases("commit"):
-                self._source.commit(decision.version, decision.onward, full=False)
+                error = _error_of(lambda: source.commit(decision.version, decision.onward, full=False)) or error
         return error
 
     def _stream_seed(self, decision: Decision) -> None:
         """Phase 6."""
-        for number in range(self._parts.schedule.rounds):
-            source = self._source
-            sizes = self._sizes(source.seed_sizes(number) if source is not None else [])
-            frames = source.seed_frames(number, decision.version, decision.onward) if source is not None else []
-            self._move(decision, number, frames, sizes, seed=True)
+        frames = self._source.seed_frames(self._step(decision, seed=True)) if self._source is not None else []
+        schedule = self._parts.schedule
+        sizes = {source: [seed_size(chunk) for chunk in schedule.chunks(source)] for source in self._parts.agreement.sources}
+        self._move(decision, frames, sizes, seed=True)
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
         """Phase 7."""
         seeded = self._receiver if self._is_in(decision.seeded) else None
-        if error is None and seeded is not None:
-            error = seeded.error
+        for part in (self._source, seeded):
+            error = error or (part.error if part is not None else None)
         self._raise_if_any(_as_apply_failed(error))
         with self._phases("commit"):
             if seeded is not None:
@@ -196,37 +205,22 @@ class Sync:
             if self._source is not None and decision.is_full:
                 self._source.commit(decision.version, decision.onward, full=True)
 
-    def _move(self, decision: Decision, number: int, frames: Sequence[Frame], sizes: np.ndarray, *, seed: bool) -> None:
-        """Move the frames of one round to the receivers that are seeded, or to those that follow."""
-        agreement, receiver = self._parts.agreement, self._receiver
-        by_source = {source: sizes[source].tolist() for source in agreement.sources}
-        heads = {source: self._heads(decision, source, number, seed=seed) for source in agreement.sources}
+    def _step(self, decision: Decision, *, seed: bool) -> Step:
+        base, stream = (NONE, decision.onward) if seed else (decision.base, decision.stream)
+        return Step(self._parts.agreement.schema, stream, base, decision.version)
+
+    def _move(self, decision: Decision, frames: Sequence[Frame], sizes: dict[int, list[int]], *, seed: bool) -> None:
+        """Move frames to the receivers that are seeded, or to those that follow."""
+        parts, receiver = self._parts, self._receiver
+        step = self._step(decision, seed=seed)
 
         def take(parcel: Parcel, frame: Tensor) -> None:
             if receiver is not None:
-                receiver.take(frame, heads[parcel.source][parcel.chunk])
+                chunks = parts.schedule.chunks(parcel.source)
+                receiver.take(frame, step.head(parcel.source, len(chunks), chunks[parcel.chunk]))
 
-        self._traffic.add(by_source, agreement.root, aside=seed and not decision.is_full)
-        targets = decision.seeded if seed else decision.followers
-        self._parts.relay.round(by_source, frames, targets, take, self._phases)
-
-    def _heads(self, decision: Decision, source: int, number: int, *, seed: bool) -> list[FrameHead]:
-        """Return what the frames of one round of a source must say."""
-        schedule = self._parts.schedule
-        base, stream = (NONE, decision.onward) if seed else (decision.base, decision.stream)
-        return [
-            FrameHead(
-                schema=self._parts.agreement.schema, stream=stream, base=base, version=decision.version, source=source,
-                number=chunk.number, count=schedule.count(source), width=chunk.width, first=chunk.first, length=chunk.length, seed=seed,
-            )
-            for chunk in schedule.round(source, number)
-        ]  # fmt: skip
-
-    def _sizes(self, mine: Sequence[int]) -> np.ndarray:
-        """Tell all ranks the sizes of this rank's frames of a round; return those of all."""
-        row = np.zeros(self._parts.schedule.per_round, np.int64)
-        row[: len(mine)] = mine
-        return self._rows(row)
+        self._traffic.add(sizes, parts.agreement.root, aside=seed and not decision.is_full)
+        parts.relay.move(sizes, frames, decision.seeded if seed else decision.followers, take, self._phases)
 
     def _rows(self, row: np.ndarray) -> np.ndarray:
         with self._phases("wait"):
@@ -265,11 +259,20 @@ def _agreed(call: Callable[[], _T]) -> _T:
         raise Agreed(error) from None
 
 
-def _as_apply_failed(error: Exception | None) -> Exception | None:
-    """Say of an error from outside the family what it means for the receiver."""
-    if error is None or isinstance(error, DeltaError):
+def _error_of(call: Callable[[], None]) -> Exception | None:
+    """Call something; return what it raises: it is told to all ranks when they acknowledge."""
+    try:
+        call()
+    except Exception as error:
         return error
-    fix = "sync again: this receiver is seeded, the others go on with deltas"
-    failed = ApplyFailed(f"a receiver failed while writing and is dirty: {type(error).__name__}: {error}", fix=fix)
+    return None
+
+
+def _as_apply_failed(error: Exception | None) -> Exception | None:
+    """Say of an error after the vote what it means."""
+    if error is None:
+        return None
+    fix = "sync again: a rank that failed is seeded, the others go on with deltas"
+    failed = ApplyFailed(f"a rank failed after the vote, while writing: {type(error).__name__}: {error}", fix=fix)
     failed.__cause__ = error
     return failed

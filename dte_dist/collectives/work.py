@@ -21,6 +21,9 @@ class DeltaWork(dist.Work):
     When the call that returned it has returned, the bits to send are safe: the optimizer may step. On receivers, the
     weights change at some moment before `wait` returns.
 
+    Attributes:
+        done: set once the sync has ended, well or not.
+
     Example:
         >>> work = delta_broadcast(module, group, async_op=True)
         >>> optimizer.step()
@@ -31,35 +34,36 @@ class DeltaWork(dist.Work):
         super().__init__()
         self._report: SyncReport | None = None
         self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        threading.Thread(target=self._run, args=(run,), name="dte_dist", daemon=True).start()
+        self.done = threading.Event()
+        device = None
+        if torch.cuda.is_initialized():
+            device = torch.cuda.current_device()
+            torch.cuda.current_stream().synchronize()  # what the caller queued before the call comes before what the thread does
+        threading.Thread(target=self._run, args=(run, device), name="dte_dist", daemon=True).start()
 
-    def _run(self, run: Callable[[], SyncReport]) -> None:
+    def _run(self, run: Callable[[], SyncReport], device: int | None) -> None:
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)  # a thread starts on device 0
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread starts on device 0
             self._report = run()
+            if device is not None:
+                torch.cuda.current_stream().synchronize()
         except BaseException as error:  # wait() raises it in the caller's thread
             self._error = error
         finally:
-            self._done.set()
+            self.done.set()
 
     def is_completed(self) -> bool:
         """Return whether the sync has ended, well or not."""
-        return self._done.is_set()
+        return self.done.is_set()
 
     def is_success(self) -> bool:
         """Return whether the sync has ended well."""
-        return self._done.is_set() and self._error is None
+        return self.done.is_set() and self._error is None
 
     def exception(self) -> Any:
         """Return the error that ended the sync, None if there is none (yet)."""
         return self._error
-
-    def join(self) -> None:
-        """Wait for the end without asking how it went: the next sync of the channel does."""
-        self._done.wait()
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """Wait for the end and return the `SyncReport`.
@@ -72,7 +76,7 @@ class DeltaWork(dist.Work):
             DeltaError: the sync failed; the same on every rank.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self._done.wait(seconds or None):
+        if not self.done.wait(seconds):
             raise TimeoutError(f"the sync has not ended after {seconds} s; it goes on, wait again")
         if self._error is not None:
             raise self._error

@@ -1,11 +1,14 @@
-"""Where a rank stands in the chain of versions."""
+"""Where a rank stands in the chain of versions, and the step that a sync takes in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["NONE", "Chain"]
+from dte_dist.codec import FrameHead
+from dte_dist.plan.schedule import Chunk
+
+__all__ = ["NONE", "Chain", "Step"]
 
 NONE: Final = -1
 """A version that is not there, in memory and on the wire."""
@@ -39,3 +42,27 @@ class Chain:
     def forget(self) -> None:
         """Stand where a rank stands that never held anything."""
         self.version, self.stream, self.deltas, self.newest, self.broken_off = NONE, 0, 0, NONE, False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all frames that make one version have in common.
+
+    Attributes:
+        schema: hash of the model map.
+        stream: lineage.
+        base: version that they start from; NONE for a seed.
+        version: version that they make.
+    """
+
+    schema: int
+    stream: int
+    base: int
+    version: int
+
+    def head(self, source: int, chunks: int, chunk: Chunk) -> FrameHead:
+        """Return what the frame of one of the `chunks` chunks of a source says of itself."""
+        return FrameHead(
+            schema=self.schema, stream=self.stream, base=self.base, version=self.version, source=source, number=chunk.number,
+            count=chunks, width=chunk.width, first=chunk.first, length=chunk.length, seed=self.base == NONE,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ reaches everyone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from dte_dist.engine.chain import NONE
 from dte_dist.errors import VersionError, VersionReplay
 
-__all__ = ["ControlRow", "Decision", "decide"]
+__all__ = ["REASONS", "ControlRow", "Decision", "decide"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,18 @@ class ControlRow:
 
     def pack(self, sizes: Sequence[int], room: int) -> np.ndarray:
         """Return the row as int64, followed by frame sizes, padded with zeros to `room` of them."""
-        row = np.zeros(len(astuple(self)) + room, np.int64)
-        row[: len(astuple(self))] = astuple(self)
-        row[len(astuple(self)) : len(astuple(self)) + len(sizes)] = sizes
-        return row
+        said = [getattr(self, name) for name in self.__slots__]
+        return np.array([*said, *sizes, *[0] * (room - len(sizes))], np.int64)
 
     @classmethod
-    def unpack(cls, row: np.ndarray) -> tuple[ControlRow, list[int]]:
-        """Take apart what `pack` made."""
-        fields = len(cls.__slots__)
-        return cls(*row[:fields].tolist()), row[fields:].tolist()
+    def columns(cls) -> int:
+        """Return how many columns of a packed row come before the sizes."""
+        return len(cls.__slots__)
+
+    @classmethod
+    def unpack(cls, row: np.ndarray) -> ControlRow:
+        """Read the columns before the sizes."""
+        return cls(*row[: cls.columns()].tolist())
 
 
 REASONS: Final = ("", "first sync", "mode", "anchor", "the last full sync failed")

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from dte_dist.change.flat import FlatTensors
-from dte_dist.codec import FrameHead, read_frame
+from dte_dist.codec import FrameHead, Segment, read_frame
 from dte_dist.engine.chain import NONE, Chain
+from dte_dist.errors import FrameError
 from dte_dist.layout import Layout
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.model_map import ModelMap
@@ -75,18 +76,23 @@ class ReceiverState:
         if target is None:
             return
         if expected.seed:
-            self.chain.version = NONE
+            self._place(target, segments, expected)
+        else:
+            for segment in segments:
+                self._staged.add(target, expected.source, segment)
+
+    def _place(self, target: Target, segments: Sequence[Segment], expected: FrameHead) -> None:
+        """Write a seed into place; it must be the whole chunk."""
+        if any(segment.positions is not None for segment in segments) or sum(segment.length for segment in segments) != expected.length:
+            raise FrameError("a seed is not the whole chunk", expected=f"{expected.length} elements", fix="sync again")
+        self.chain.version = NONE
         for segment in segments:
-            if expected.seed:
-                target.place(expected.source, segment.first, segment.bits)
-            else:
-                self._staged.add(target, expected.source, segment.first, segment.positions, segment.bits)
+            target.place(expected.source, segment.first, segment.bits)
 
     def apply(self) -> None:
-        """Write what is staged into the live tensors; dirty (no version) while it runs, and after an error."""
-        version, self.chain.version = self.chain.version, NONE
+        """Write what is staged into the live tensors; without a version from here to `commit`, and dirty if it fails."""
+        self.chain.version = NONE
         self._staged.apply(self._targets)
-        self.chain.version = version
 
     def commit(self, version: int, stream: int, *, full: bool = False) -> None:
         """Move to `version`."""

@@ -33,6 +33,8 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     found = remap_loops.translate(
         remap.tables(), entry, SAMPLES[bits.dtype], first, positions.data_ptr(), bits.data_ptr(), count, out.data_ptr(), kept.data_ptr()
     )
+    if 2 * found < count:  # what is returned is kept until the vote: let it be no larger than it needs
+        return out[:found].clone(), kept[:found].clone()
     return out[:found], kept[:found]
 
 

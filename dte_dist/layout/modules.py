@@ -61,7 +61,7 @@ class ModuleTree:
         self._branches = [_Branch(weakref.ref(child), tuple(child._modules), _owners(child)) for child in modules if child._modules]
         self._dicts: list[dict[str, Any]] = [child._modules for child in modules if not child._modules]
         self._dicts += [tensors for child in modules for tensors in (child._parameters, child._buffers)]
-        self._size = sum(map(len, self._dicts))
+        self._keys = _keys(self._dicts)
         self.reshard()
 
     def tensors(self) -> list[tuple[str, dict[str, Any], str]]:
@@ -71,7 +71,7 @@ class ModuleTree:
 
     def changed(self) -> bool:
         """Tell whether modules, parameters or buffers were added, removed or replaced by other modules."""
-        return sum(map(len, self._dicts)) != self._size or not all(branch.is_intact() for branch in self._branches)
+        return _keys(self._dicts) != self._keys or not all(branch.is_intact() for branch in self._branches)
 
     def reshard(self) -> None:
         """Register the sharded parameters of all FSDP2 modules; purely local.
@@ -95,6 +95,11 @@ class ModuleTree:
             "the parameter stays unsharded after reshard(), so what is registered is a copy",
             slot=(prefixes or [""])[0] + info.param_name, fix="call this after forward and backward, not inside of them",
         )  # fmt: skip
+
+
+def _keys(dicts: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the keys of each dict under which something is registered."""
+    return [tuple([key for key, found in tensors.items() if found is not None]) for tensors in dicts]
 
 
 def _owners(module: nn.Module) -> list[Any]:

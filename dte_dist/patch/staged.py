@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import FlatTensors
+from dte_dist.codec import Segment
 from dte_dist.plan.remap import Remap
 
 __all__ = ["StagedPatch", "Target"]
@@ -35,6 +36,10 @@ class Target:
         for remap in self.remaps.get(source, ()):
             kernels.remaps_on(self.flat.device).place(remap, first, bits.to(self.flat.device), self.flat)
 
+    def holds(self, source: int, first: int, length: int) -> bool:
+        """Return whether something of positions [first, first + length) of a source's space may be held here."""
+        return any(remap.meets(first, first + length) for remap in self.remaps.get(source, ()))
+
     def translate(self, source: int, first: int, positions: Tensor, bits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield positions of this space and bits, once for every table of the source that has some."""
         for remap in self.remaps.get(source, ()):
@@ -55,14 +60,15 @@ class StagedPatch:
     sparse: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     dense: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
 
-    def add(self, target: Target, source: int, first: int, positions: Tensor | None, bits: Tensor) -> None:
-        """Stage one segment; positions count from `first`, None means all elements. The tensors may be views: they are copied."""
+    def add(self, target: Target, source: int, segment: Segment) -> None:
+        """Stage one segment of a source's space. Its tensors may be views: they are copied."""
+        if not target.holds(source, segment.first, segment.length):
+            return
         width = target.flat.width
-        if positions is None:
-            if target.remaps.get(source):
-                self.dense.append((width, source, first, bits.clone()))
+        if segment.positions is None:
+            self.dense.append((width, source, segment.first, segment.bits.clone()))
         else:
-            self.sparse.extend((width, *held) for held in target.translate(source, first, positions, bits))
+            self.sparse.extend((width, *held) for held in target.translate(source, segment.first, segment.positions, segment.bits))
 
     def apply(self, targets: Mapping[int, Target]) -> None:
         """Write everything into the live tensors."""

@@ -54,6 +54,10 @@ class Remap:
     high: np.ndarray
     target: np.ndarray
 
+    def meets(self, low: int, high: int) -> bool:
+        """Return whether an entry overlaps positions [low, high) of the source's space."""
+        return bool(np.searchsorted(self.end, low, side="right") < np.searchsorted(self.begin, high, side="left"))
+
     def tables(self) -> tuple[np.ndarray, ...]:
         """Return all arrays, in the order of the attributes."""
         return (

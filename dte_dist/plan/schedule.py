@@ -1,8 +1,8 @@
-"""How a sync is cut: segments, chunks, rounds and buckets, the same on every rank.
+"""How a sync is cut: segments, chunks and buckets, the same on every rank.
 
-Everything up to the rounds follows from the layouts alone, so that all ranks make the same number of rounds whatever
-changed where (a cut that depends on bytes produced would differ between ranks, and hang). Buckets are packed from
-the sizes that the ranks exchange at the start of each round, by a rule that gives every rank the same buckets.
+Segments and chunks follow from the layouts alone. Buckets are packed from the sizes of the frames, which all ranks exchange
+first, by a rule that gives every rank the same buckets. Nothing is triggered by bytes that only one rank knows: that would
+differ between ranks, and hang.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ __all__ = ["SEGMENT", "Chunk", "Parcel", "Schedule", "pack_buckets"]
 SEGMENT: Final = 1 << 20
 """Most elements of a segment: the unit of detection and of codec choice."""
 
-_ROUND_BYTES: Final = 64 << 20
-_MOST_CHUNKS: Final = 1024
+_MOST_CHUNKS: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Parcel:
 
     Attributes:
         source: group rank of the source.
-        chunk: index of the chunk within the round.
+        chunk: number of the chunk.
         begin, end: bytes of the bucket that hold the frame.
     """
 
@@ -53,62 +52,47 @@ class Parcel:
 
 
 class Schedule:
-    """The chunks and rounds of one channel.
+    """The chunks of every source of one channel.
 
     Args:
         totals: for each source (group rank), elements in its flat space of each width.
-        bucket_bytes: dense bytes of a chunk, and most bytes of a bucket of several frames.
+        bucket_bytes: dense bytes of a chunk; more where a source would have more than 2^14 chunks of one width.
 
     Attributes:
-        per_round: chunks of each source in a round.
-        rounds: number of rounds of a sync.
+        room: most chunks of any source.
 
     Example:
         >>> schedule = Schedule({0: {2: 1000}, 1: {2: 700}}, bucket_bytes=512)
-        >>> schedule.rounds, [chunk.length for chunk in schedule.round(1, 0)]
-        (1, [256, 256, 188])
+        >>> schedule.room, [chunk.length for chunk in schedule.chunks(1)]
+        (4, [256, 256, 188])
     """
 
     def __init__(self, totals: Mapping[int, Mapping[int, int]], bucket_bytes: int) -> None:
-        self.bucket_bytes = bucket_bytes
-        self.per_round = max(1, min(_MOST_CHUNKS, -(-_ROUND_BYTES // bucket_bytes)))
-        self._totals = {source: dict(sorted(widths.items())) for source, widths in totals.items()}
-        most = max((self.count(source) for source in totals), default=0)
-        self.per_round = max(1, min(self.per_round, most))
-        self.rounds = -(-most // self.per_round)
+        self._chunks = {source: tuple(_cut(widths, bucket_bytes)) for source, widths in totals.items()}
+        self.room = max(map(len, self._chunks.values()), default=0)
 
-    def _step(self, width: int) -> int:
-        """Elements of a full chunk; whole 8-byte words where a bucket has room for one."""
-        step = max(1, self.bucket_bytes // width)
-        return step - step % 8 if step >= 8 else step
+    def chunks(self, source: int) -> tuple[Chunk, ...]:
+        """Return the chunks of a source, in order of width and position."""
+        return self._chunks[source]
 
-    def count(self, source: int) -> int:
-        """Return the number of chunks of a source, which is the number of its frames."""
-        return sum(-(-total // self._step(width)) for width, total in self._totals[source].items())
 
-    def chunks(self, source: int, begin: int = 0, end: int | None = None) -> Iterator[Chunk]:
-        """Yield chunks number `begin` up to `end` of a source, in order of width and position."""
-        base = 0
-        end = self.count(source) if end is None else end
-        for width, total in self._totals[source].items():
-            step = self._step(width)
-            here = -(-total // step)
-            for number in range(max(begin, base), min(end, base + here)):
-                first = (number - base) * step
-                yield Chunk(number, width, first, min(step, total - first))
-            base += here
-
-    def round(self, source: int, number: int) -> list[Chunk]:
-        """Return the chunks of a source in round `number`; may be fewer than `per_round`, or none."""
-        begin = number * self.per_round
-        return list(self.chunks(source, begin, begin + self.per_round))
+def _cut(totals: Mapping[int, int], bucket_bytes: int) -> Iterator[Chunk]:
+    number = 0
+    for width, total in sorted(totals.items()):
+        step = max(1, bucket_bytes // width)
+        step -= step % 8 if step >= 8 else 0  # whole 8-byte words
+        if total > step * _MOST_CHUNKS:
+            step = -(-total // (8 * _MOST_CHUNKS)) * 8
+        for first in range(0, total, step):
+            yield Chunk(number, width, first, min(step, total - first))
+            number += 1
 
 
 def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[list[Parcel]]:
-    """Pack the frames of a round into buckets: whole frames, in order of chunk and source, up to `bucket_bytes`.
+    """Pack the frames of a sync into buckets: whole frames, in order of chunk and source, up to `bucket_bytes`.
 
     Args:
-        sizes: for each source, in one order on all ranks, bytes of its frame of each chunk of the round; 0 where nothing changed.
+        sizes: for each source, in one order on all ranks, bytes of its frame of each chunk; 0 where nothing changed.
         bucket_bytes: most bytes of a bucket; a frame that is larger has a bucket of its own.
 
     Example:

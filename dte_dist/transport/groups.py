@@ -40,7 +40,7 @@ class Membership:
         rank, size: in the group.
         global_ranks: of its members, in group order.
         store: the store of the group, under a prefix that no other channel has.
-        backend: name of the user's backend for the device of the data ("gloo", "nccl", ...).
+        backends: the backends of the user's group by device, such as "cpu:gloo,cuda:nccl".
         timeout: how long any one wait may take.
     """
 
@@ -48,7 +48,7 @@ class Membership:
     size: int
     global_ranks: tuple[int, ...]
     store: dist.Store
-    backend: str
+    backends: str
     timeout: timedelta
 
     @classmethod
@@ -60,24 +60,21 @@ class Membership:
 
         Raises:
             ValueError: this rank is not a member of the group.
+            PeerLost: the store of the group is gone.
         """
         pg = dist.group.WORLD if group is None else group
         if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
             raise ValueError("this rank is not a member of the group: call on the members only (after init_process_group)")
-        store = pg.get_group_store()
-        number = store.add(f"dte_dist/opened_by/{pg.rank()}", 1)
-        while store.check([f"dte_dist/{number}/lost/writers"]):
-            number = store.add(f"dte_dist/opened_by/{pg.rank()}", 1)
-        backend = _data_backend(pg)
+        store, counter = pg.get_group_store(), f"dte_dist/opened_by/{pg.rank()}"
+        try:
+            number = store.add(counter, 1)
+            while store.check([f"dte_dist/{number}/lost/writers"]):
+                number = store.add(counter, 1)
+        except RuntimeError as error:
+            raise PeerLost(f"the store of the group cannot be reached: {error}", fix=_LOST) from error
         ranks = tuple(dist.get_process_group_ranks(pg))
-        return cls(pg.rank(), pg.size(), ranks, dist.PrefixStore(f"dte_dist/{number}", store), backend, timeout)
-
-
-def _data_backend(group: dist.ProcessGroup) -> str:
-    """Return "nccl" if the group can move CUDA tensors with it, else "gloo"."""
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
-        return "nccl"
-    return "gloo"
+        backends = str(dist.get_backend_config(pg))
+        return cls(pg.rank(), pg.size(), ranks, dist.PrefixStore(f"dte_dist/{number}", store), backends, timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +157,7 @@ class Wire:
         self.members = tuple(members)
         self.rank = membership.rank
         self.timeout = membership.timeout
+        self._closed = False
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         self._place = {rank: place for place, rank in enumerate(self.members)}
         store = dist.PrefixStore(name, membership.store)
@@ -168,6 +166,7 @@ class Wire:
 
     def close(self) -> None:
         """Drop the backend; peers that wait on it fail at once or at their timeout."""
+        self._closed = True
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort()
@@ -208,6 +207,8 @@ class Wire:
         return Pending(self, what, tuple(ranks), self._guard(what, ranks, begin))
 
     def _guard(self, what: str, ranks: Sequence[int], call: Callable[[], Any]) -> Any:
+        if self._closed:
+            raise PeerLost(f"could not {what} on the {self.name} group: it was closed here", ranks=ranks, fix=_LOST)
         try:
             return call()
         except RuntimeError as error:

@@ -1,6 +1,6 @@
 """The broadcast route: frames of all sources are gathered to the root and streamed to receivers in buckets.
 
-For one round, whose frame sizes every rank has been told:
+For one sync, whose frame sizes every rank knows:
 
 1. Every rank packs the frames into the same buckets (`plan.schedule.pack_buckets`).
 2. Sources send their frames to the root, each at its exact size, in the order of the buckets and at most a bucket ahead.
@@ -39,7 +39,7 @@ Take = Callable[[Parcel, Tensor], None]
 
 
 class Relay:
-    """Moves the frames of one round after the other over the channel's data groups.
+    """Moves frames over the channel's data groups.
 
     Args:
         gather: group of the sources; None if this rank is not a source or there is only one source.
@@ -59,13 +59,13 @@ class Relay:
             if wire is not None:
                 wire.close()
 
-    def round(
+    def move(
         self, sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases
     ) -> None:
-        """Move the frames of one round; all sources, the root and all targets must call.
+        """Move the frames of one sync; all sources, the root and all targets must call.
 
         Args:
-            sizes: by source, bytes of the frame of each chunk of the round.
+            sizes: by source, bytes of the frame of each chunk.
             frames: this rank's own frames, by chunk; empty on a rank that is no source.
             targets: receivers, in ascending order.
             take: called with each frame on a target; must not raise.

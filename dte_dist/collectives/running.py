@@ -1,0 +1,25 @@
+"""Syncs in the background, by the modules they read or write: one at a time for each, since the next starts from where it ends."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+__all__ = ["join", "note"]
+
+_running: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()
+
+
+def note(done: threading.Event, *modules: Any) -> None:
+    """Remember a sync that uses these modules (None is left out) and has ended once `done` is set."""
+    for module in modules:
+        if module is not None:
+            _running[module] = done
+
+
+def join(*modules: Any) -> None:
+    """Wait for the syncs in the background that use these modules; how they went is for whoever waits on their work."""
+    for module in modules:
+        if module is not None and (done := _running.pop(module, None)) is not None:
+            done.wait()
