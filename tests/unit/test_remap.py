@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors
+from dte_dist.codec import Segment
 from dte_dist.kernels import cpu_remap, torch_remap
 from dte_dist.layout import Block, Cut, cut_block
 from dte_dist.patch import StagedPatch, Target
@@ -281,6 +282,20 @@ def test_positions_at_the_borders_of_segments(kernel: ModuleType, border: int) -
         assert translated(kernel, remaps, first, positions, bits) == expected
 
 
+def test_what_meets_no_entry_is_not_staged() -> None:
+    source = whole_space(2, (10,), (20,), (30,))
+    receiver = space_of(2, (0, Block.rectangle((4,), (6,))), (2, Block.rectangle((0,), (5,))))
+    target = Target(target_of(receiver, 0), {0: build_remaps(source, receiver)})
+    held = [(begin, end) for begin in range(60) for end in range(begin + 1, 61) if target.holds(0, begin, end - begin)]
+    assert held == [(b, e) for b in range(60) for e in range(b + 1, 61) if {*range(b, e)} & {*range(4, 10), *range(30, 35)}]
+    assert not target.holds(1, 0, 60)
+    staged = StagedPatch()
+    staged.add(target, 0, Segment(10, 20, None, random_bits(20, 2)))
+    assert staged.nbytes == 0
+    staged.add(target, 0, Segment(9, 20, None, random_bits(20, 2)))
+    assert staged.nbytes == 40
+
+
 @both
 def test_nothing_in_nothing_out(kernel: ModuleType) -> None:
     space = whole_space(2, (6, 5), (4,))
@@ -312,11 +327,11 @@ def test_a_staged_patch_is_applied_through_all_layers(data) -> None:
         for home in homes(source, receiver, shapes)[position]:
             expected[home] = int(new[position])
     buffers = new[:middle].clone(), torch.tensor([p - middle for p in kept], dtype=torch.int32), new[torch.tensor(kept, dtype=torch.int64)]
-    staged.add(target, 3, 0, None, buffers[0])
-    staged.add(target, 3, middle, *buffers[1:])
+    staged.add(target, 3, Segment(0, middle, None, buffers[0]))
+    staged.add(target, 3, Segment(middle, source.numel - middle, *buffers[1:]))
     for buffer in buffers:
         buffer.zero_()  # what arrives next uses the same memory
-    staged.add(target, 5, 0, None, new)  # a source that holds nothing of ours
+    staged.add(target, 5, Segment(0, source.numel, None, new))  # a source that holds nothing of ours
     assert content(flat) == before
     staged.apply({4: target})
     assert content(flat) == expected

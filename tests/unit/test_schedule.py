@@ -1,4 +1,4 @@
-"""Chunks, rounds and buckets: everything is sent once, and all ranks cut alike."""
+"""Chunks and buckets: everything is sent once, and all ranks cut alike."""
 
 from __future__ import annotations
 
@@ -16,36 +16,20 @@ BUCKETS = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 like = settings(max_examples=150, deadline=None)
 
 
-def all_rounds(schedule: Schedule, source: int) -> list[Chunk]:
-    return [chunk for number in range(schedule.rounds) for chunk in schedule.round(source, number)]
-
-
 @like
 @given(TOTALS, BUCKETS)
 def test_chunks_tile_every_flat_space(totals, bucket_bytes) -> None:
     schedule = Schedule(totals, bucket_bytes)
     for source, widths in totals.items():
-        chunks = list(schedule.chunks(source))
-        assert [chunk.number for chunk in chunks] == list(range(schedule.count(source)))
+        chunks = schedule.chunks(source)
+        assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
         assert [chunk.width for chunk in chunks] == sorted(chunk.width for chunk in chunks)
         for width, total in widths.items():
             mine = [(chunk.first, chunk.first + chunk.length) for chunk in chunks if chunk.width == width]
             assert [end for _, end in mine] == [begin for begin, _ in mine[1:]] + [total] * bool(mine)
             assert (mine[0][0] if mine else total) == 0
         assert all(0 < chunk.length * chunk.width <= max(bucket_bytes, chunk.width) for chunk in chunks)
-
-
-@like
-@given(TOTALS, BUCKETS)
-def test_rounds_are_the_chunks_in_order_and_as_few_as_can_be(totals, bucket_bytes) -> None:
-    schedule = Schedule(totals, bucket_bytes)
-    for source in totals:
-        assert all_rounds(schedule, source) == list(schedule.chunks(source))
-        assert all(len(schedule.round(source, number)) <= schedule.per_round for number in range(schedule.rounds))
-        assert schedule.round(source, schedule.rounds) == []
-    if schedule.rounds:
-        assert any(schedule.round(source, schedule.rounds - 1) for source in totals)
-    assert schedule.rounds > 0 or not any(total for widths in totals.values() for total in widths.values())
+    assert schedule.room == max(len(schedule.chunks(source)) for source in totals)
 
 
 @like
@@ -57,43 +41,37 @@ def test_ranks_cut_alike_whatever_order_they_learnt_of_each_other_in(totals, buc
         return dict(items)
 
     one, other = Schedule(totals, bucket_bytes), Schedule(shuffled((s, shuffled(w.items())) for s, w in totals.items()), bucket_bytes)
-    assert (one.rounds, one.per_round) == (other.rounds, other.per_round)
-    assert all(list(one.chunks(source)) == list(other.chunks(source)) for source in totals)
+    assert one.room == other.room
+    assert all(one.chunks(source) == other.chunks(source) for source in totals)
 
 
-@like
-@given(TOTALS, BUCKETS, st.data())
-def test_any_part_of_the_chunks(totals, bucket_bytes, data) -> None:
-    schedule = Schedule(totals, bucket_bytes)
-    source = data.draw(st.sampled_from(sorted(totals)))
-    begin, end = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 20))
-    assert list(schedule.chunks(source, begin, end)) == list(schedule.chunks(source))[begin:end]
+def test_sources_that_hold_nothing_have_no_chunks() -> None:
+    schedule = Schedule({0: {}, 1: {4: 0}, 2: {2: 9}}, 64)
+    assert [len(schedule.chunks(source)) for source in range(3)] == [0, 0, 1]
+    assert Schedule({0: {}, 1: {4: 0}}, 64).room == Schedule({}, 64).room == 0
 
 
-@pytest.mark.parametrize(("bucket_bytes", "chunks", "rounds"), [(1 << 20, 200, 4), (64 << 20, 4, 4), (256 << 20, 1, 1), (512, 409600, 400)])
-def test_rounds_hold_about_64_mib(bucket_bytes: int, chunks: int, rounds: int) -> None:
-    """So many small chunks have a round that their sizes go round together, but never more than 1024."""
-    schedule = Schedule({0: {2: 100 << 20}, 1: {2: 5}, 2: {}}, bucket_bytes)
-    assert (schedule.count(0), schedule.rounds) == (chunks, rounds)
-    assert [schedule.count(source) for source in (1, 2)] == [1, 0]
-
-
-def test_sources_that_hold_nothing_make_no_rounds() -> None:
-    assert Schedule({0: {}, 1: {4: 0}}, 64).rounds == 0
-    assert Schedule({}, 64).rounds == 0
+def lengths(widths: dict[int, int], bucket_bytes: int) -> list[int]:
+    return [chunk.length for chunk in Schedule({0: widths}, bucket_bytes).chunks(0)]
 
 
 def test_chunks_end_at_whole_words_where_a_bucket_has_room() -> None:
-    assert [chunk.length for chunk in Schedule({0: {4: 100}}, 190).round(0, 0)] == [40, 40, 20]
-    assert [chunk.length for chunk in Schedule({0: {8: 3}}, 1).round(0, 0)] == [1, 1, 1]
-    assert [chunk.length for chunk in Schedule({0: {2: 10}}, 14).round(0, 0)] == [7, 3]
+    assert lengths({4: 100}, 190) == [40, 40, 20]
+    assert lengths({8: 3}, 1) == [1, 1, 1]
+    assert lengths({2: 10}, 14) == [7, 3]
+
+
+@pytest.mark.parametrize("total", [(1 << 14) * 15, (1 << 14) * 15 - 1, (1 << 14) * 16 + 1, 3 << 31])
+def test_a_tiny_bucket_makes_no_more_than_2_to_14_chunks(total: int) -> None:
+    """All sizes of a sync go round together, so their number has a bound."""
+    cut = lengths({1: total}, 8)
+    assert (1 << 13) <= len(cut) <= (1 << 14)
+    assert sum(cut) == total
 
 
 def test_a_space_beyond_2_to_31() -> None:
-    schedule = Schedule({0: {1: (3 << 31) + 7}}, 64 << 20)
-    last = schedule.round(0, schedule.rounds - 1)[-1]
-    assert last.first + last.length == (3 << 31) + 7
-    assert sum(chunk.length for chunk in schedule.chunks(0)) == (3 << 31) + 7
+    chunks = Schedule({0: {1: (3 << 31) + 7}}, 64 << 20).chunks(0)
+    assert (len(chunks), chunks[-1]) == (97, Chunk(96, 1, 3 << 31, 7))
 
 
 @given(st.integers(0, 1 << 40), st.one_of(st.integers(1, 3 * SEGMENT), st.sampled_from([SEGMENT - 1, SEGMENT, SEGMENT + 1])))
@@ -135,6 +113,6 @@ def test_a_frame_larger_than_a_bucket_has_one_of_its_own() -> None:
     assert buckets == [[small, Parcel(7, 0, 10, 20)], [large], [Parcel(7, 1, 0, 10), Parcel(4, 2, 10, 20)]]
 
 
-def test_sources_with_fewer_chunks_and_rounds_without_frames() -> None:
+def test_sources_with_fewer_chunks_and_syncs_without_frames() -> None:
     assert pack_buckets({0: [5], 1: [5, 6]}, 64) == [[Parcel(0, 0, 0, 5), Parcel(1, 0, 5, 10), Parcel(1, 1, 10, 16)]]
     assert pack_buckets({}, 64) == pack_buckets({0: []}, 64) == pack_buckets({0: [0, 0], 1: [0, 0]}, 64) == []
