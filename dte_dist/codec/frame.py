@@ -26,7 +26,7 @@ from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict, choos
 from dte_dist.codec.value import RAW, VALUE_CODECS, ValueCodec, choose_value
 from dte_dist.errors import FrameError
 
-__all__ = ["FrameWriter", "Segment", "dense_size", "read_frame"]
+__all__ = ["FrameWriter", "Segment", "dense_size", "prefers_dense", "read_frame"]
 
 _MOST_ELEMENTS: Final = 1 << 28
 _START_BYTES: Final = 16 << 10
@@ -59,6 +59,16 @@ def dense_size(lengths: Iterable[int], width: int) -> int:
     return HEAD.itemsize + sum(ENTRY.itemsize + _padded(length * width) for length in lengths)
 
 
+def prefers_dense(length: int, count: int, width: int) -> bool:
+    """Return whether all `length` elements of a segment take no more bytes than its `count` changes; never if there are none.
+
+    Example:
+        >>> prefers_dense(1 << 20, 1000, 2), prefers_dense(1 << 20, 600_000, 2)
+        (False, True)
+    """
+    return count > 0 and choose_index(count, length).size(count, length) + count * width >= length * width
+
+
 class FrameWriter:
     """Collects the changes of one chunk, segment by segment, and makes a frame of them.
 
@@ -86,13 +96,8 @@ class FrameWriter:
         self.codecs: Counter[str] = Counter()
 
     def prefers_dense(self, length: int, count: int) -> bool:
-        """Return whether `add_dense` of a whole segment takes no more bytes than `add` of its `count` changes; never if there are none.
-
-        Example:
-            >>> writer.prefers_dense(1 << 20, 1000), writer.prefers_dense(1 << 20, 600_000)
-            (False, True)
-        """
-        return count > 0 and choose_index(count, length).size(count, length) + count * self._head.width >= length * self._head.width
+        """Return `prefers_dense` for elements of this writer's width."""
+        return prefers_dense(length, count, self._head.width)
 
     def add(self, first: int, length: int, positions: Tensor, bits: Tensor, *, known: Tensor | None = None) -> None:
         """Add the changes of elements [first, first + length); segments come in ascending order. No changes add nothing.

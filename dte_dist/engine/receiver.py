@@ -57,7 +57,7 @@ class ReceiverState:
         self.error = None
         tensors = self._layout.tensors()
         self._targets = {
-            width: Target(FlatTensors([tensors[piece.entry] for piece in space.pieces], width, space.starts), self._remaps[width])
+            width: Target(FlatTensors([tensors[entry] for entry in space.pieces.entry.tolist()], width, space.starts), self._remaps[width])
             for width, space in self._spaces.items()
         }
 

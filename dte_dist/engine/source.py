@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
-from dte_dist.codec import FrameHead, FrameWriter, dense_size, read_frame, read_head
+from dte_dist.codec import dense_size, prefers_dense
 from dte_dist.engine.chain import NONE, Chain, Step
+from dte_dist.engine.lanes import Lanes, Outbox, RelayLanes
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout
 from dte_dist.plan.model_map import ModelMap
@@ -43,21 +43,37 @@ class SourceState:
         chain: version and lineage of the snapshot.
         snapshot: what the receivers hold; None before the first `prepare`.
         error: what went wrong since `prepare`, or None.
-        changed, codecs: elements and segments of the prepared delta.
+        changed: elements of the prepared delta.
+        relay: lanes of the broadcast route.
     """
 
     def __init__(self, layout: Layout, model: ModelMap, rank: int, schedule: Schedule, schema: int) -> None:
         self._layout, self._model, self._rank, self._schedule, self._schema = layout, model, rank, schedule, schema
         self.spaces: Mapping[int, FlatSpace] = model.source_spaces[rank]
+        self._dtypes = {
+            width: [model.slots[slot].torch_dtype for slot in space.pieces.slot.tolist()] for width, space in self.spaces.items()
+        }
         self.chain = Chain()
         self.snapshot: Snapshot | None = None
         self.changed = 0
-        self.codecs: Counter[str] = Counter()
         self.error: Exception | None = None
-        self._pending: list[Tensor] | None = None
+        self.relay: Lanes = RelayLanes(rank, schedule.chunks(rank))
+        self._lanes: Lanes = self.relay
+        self._outbox: Outbox | None = None
+        self._frames: list[Tensor] = []
 
-    def prepare(self, version: int, full: bool, phases: Phases, detector: Detector | None = None) -> None:
-        """Look at the live tensors, once, for a delta to `version` or a full sync; `detector` as in `change.snapshot`."""
+    def prepare(
+        self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None
+    ) -> None:
+        """Look at the live tensors, once, for a delta to `version` or a full sync.
+
+        Args:
+            version: to make; of no meaning for a full sync.
+            full: take over all live bits instead of looking for changes.
+            phases: where the time goes.
+            detector: see `change.snapshot`.
+            lanes: of the route that frames will take; None is the broadcast route.
+        """
         self.rollback()
         with phases("detect"):
             tensors = self._layout.tensors()
@@ -67,14 +83,15 @@ class SourceState:
                 self.snapshot = Snapshot(totals, one_device(tensors), SEGMENT)
         if self.snapshot.device != one_device(tensors):
             self.snapshot.move(one_device(tensors))
+        self._lanes = self.relay if lanes is None else lanes
         if full:
             self._take_over(live, self.snapshot, phases)
         else:
             step = Step(self._schema, self.chain.stream, self.chain.version, version)
-            self._pending = [
-                self._delta(live[chunk.width], self._head(chunk, step), chunk, phases, detector)
-                for chunk in self._schedule.chunks(self._rank)
-            ]
+            self._outbox = self._lanes.outbox(step, self.snapshot)
+            self._find(live, self.snapshot, self._outbox, phases, detector)
+            with phases("encode"):
+                self._frames = self._outbox.close()
 
     def _take_over(self, live: Mapping[int, LiveSpace], snapshot: Snapshot, phases: Phases) -> None:
         # From here on the snapshot is ahead of the receivers: only a full sync may follow.
@@ -84,44 +101,40 @@ class SourceState:
                 snapshot.refresh(live[chunk.width], chunk.width, chunk.segments())
         self.changed = sum(space.numel for space in self.spaces.values())
 
-    def _delta(self, live: LiveSpace, head: FrameHead, chunk: Chunk, phases: Phases, detector: Detector | None) -> Tensor:
-        known = self._known()
-        writer = FrameWriter(head, known.device)
-        for first, length in chunk.segments():
-            with phases("detect"):
-                positions, bits = known.changes(live, chunk.width, first, length, detector)
-            self.changed += len(positions)
-            with phases("encode"):
-                if writer.prefers_dense(length, len(positions)):
-                    writer.add_dense(first, known.whole(live, chunk.width, first, length))
-                else:
-                    writer.add(first, length, positions, bits)
-        with phases("encode"):
-            frame = writer.finish()
-        self.codecs.update(writer.codecs)
-        return frame
+    def _find(
+        self, live: Mapping[int, LiveSpace], known: Snapshot, outbox: Outbox, phases: Phases, detector: Detector | None
+    ) -> None:
+        """Put all changes into an outbox, segment by segment."""
+        for chunk in self._schedule.chunks(self._rank):
+            width = chunk.width
+            for first, length in chunk.segments():
+                with phases("detect"):
+                    found = known.changes(live[width], width, first, length, detector)
+                count = len(found[0])
+                self.changed += count
+                with phases("encode"):
+                    whole = known.whole(live[width], width, first, length) if prefers_dense(length, count, width) else None
+                    outbox.add(chunk, first, length, found, whole)
+
+    @property
+    def codecs(self) -> Mapping[str, int]:
+        """Segments of the prepared delta by codec pair."""
+        return {} if self._outbox is None else self._outbox.codecs
 
     def frames(self) -> list[Tensor]:
-        """Return the encoded delta, a frame per chunk; empty where nothing changed."""
-        return self._pending or []
+        """Return the encoded delta, in the order of the route's lanes and their chunks; empty where nothing changed."""
+        return self._frames
 
     def seed_frames(self, step: Step) -> list[Callable[[Tensor], None]]:
         """Return the snapshot itself, as functions that write the dense frame of each chunk into a buffer of its `seed_size`.
 
         They do not raise: a frame that could not be made is all zeros, which no receiver accepts, and `error` says why.
         """
-        return [partial(self._write_seed, chunk, step) for chunk in self._schedule.chunks(self._rank)]
+        return [partial(self._write_seed, lane, chunk, step) for lane, chunk in self._lanes.chunks]
 
-    def _write_seed(self, chunk: Chunk, step: Step, out: Tensor) -> None:
+    def _write_seed(self, lane: int, chunk: Chunk, step: Step, out: Tensor) -> None:
         try:
-            known = self._known()
-            writer = FrameWriter(self._head(chunk, step), known.device)
-            for first, length in chunk.segments():
-                writer.add_dense(first, known.bits[chunk.width][first : first + length])
-            if out.device == known.device:
-                writer.finish(out)
-            else:
-                out.copy_(writer.finish())
+            self._lanes.write_seed(lane, chunk, step, self._known(), out)
         except Exception as error:  # told to all ranks when they acknowledge
             self.error = self.error or error
             out.zero_()
@@ -129,12 +142,9 @@ class SourceState:
     def detach(self) -> None:
         """Take over the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
         self.chain.version = NONE
-        for frame in self._pending or ():
-            if len(frame):
-                head = read_head(frame)
-                for segment in read_frame(frame, head):
-                    self._known().write(head.width, segment.first, segment.positions, segment.bits)
-        self._pending = None
+        for width, first, positions, bits in self._outbox.changes() if self._outbox is not None else ():
+            self._known().write(width, first, positions, bits)
+        self._drop()
 
     def commit(self, version: int, stream: int, *, full: bool) -> None:
         """Move to `version`: the receivers have what was prepared, and the snapshot takes it over.
@@ -146,24 +156,22 @@ class SourceState:
 
     def rollback(self) -> None:
         """Forget what was prepared; the snapshot is as it was."""
-        self._pending = None
+        self._drop()
         self.error = None
         self.changed = 0
-        self.codecs.clear()
+
+    def _drop(self) -> None:
+        self._outbox, self._frames = None, []
 
     def _known(self) -> Snapshot:
         if self.snapshot is None:
             raise RuntimeError("a source has no snapshot before its first prepare()")
         return self.snapshot
 
-    def _head(self, chunk: Chunk, step: Step) -> FrameHead:
-        return step.head(self._rank, len(self._schedule.chunks(self._rank)), chunk)
-
     def _live(self, tensors: Sequence[Tensor]) -> dict[int, LiveSpace]:
         live = {}
         for width, space in self.spaces.items():
-            dtypes = [self._model.slots[piece.slot].torch_dtype for piece in space.pieces]
-            live[width] = LiveSpace([tensors[piece.entry] for piece in space.pieces], dtypes, width, space.starts)
+            live[width] = LiveSpace([tensors[entry] for entry in space.pieces.entry.tolist()], self._dtypes[width], width, space.starts)
         return live
 
 

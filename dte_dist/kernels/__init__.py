@@ -16,12 +16,13 @@
 | `sorted_below(positions, length) -> bool` | strictly increasing, none negative, none >= length |
 | `checksum(frame, skip) -> int` | 64 bits over all 8-byte words; word number `skip` counts as zero |
 
-`remaps_on(device)` returns the two that need a table of translation (`plan.Remap`), from `kernels.cpu_remap` or `kernels.torch_remap`:
+`remaps_on(device)` returns those that need a table of translation (`plan.Remap`), from `kernels.cpu_remap` or `kernels.torch_remap`:
 
 | function | does |
 |---|---|
 | `translate(remap, first, positions, bits) -> (positions, bits)` | positions `first + p` of a source's flat space into a receiver's, dropping what it does not hold |
 | `place(remap, first, bits, flat)` | copy dense bits of a source's positions from `first` on to where `flat`, a receiver's space, holds them |
+| `fetch(remap, first, bits, array)` | the reverse: fill `bits` from a receiver's space that is one contiguous array |
 
 `flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width. Bits are uint8, int16,
 int32 or int64 by width; positions are int32, and where they count in a whole flat space (`scatter`, `put`, `gather`,
@@ -36,13 +37,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import torch
@@ -104,7 +106,7 @@ class Tables(Protocol):
 def on(device: torch.device | str) -> ModuleType:
     """Return the module of kernels for tensors of a device.
 
-    The numba loops are imported at the first call for the CPU; a program that only moves CUDA tensors never loads numba.
+    The numba loops are imported at the first call for the CPU.
 
     Example:
         >>> on("cpu").__name__
@@ -114,7 +116,7 @@ def on(device: torch.device | str) -> ModuleType:
 
 
 def remaps_on(device: torch.device | str) -> ModuleType:
-    """Return the module of the kernels `translate` and `place` for tensors of a device."""
+    """Return the module of the kernels `translate`, `place` and `fetch` for tensors of a device."""
     return _module("cpu_remap" if torch.device(device).type == "cpu" else "torch_remap")
 
 
@@ -139,7 +141,19 @@ def warm(widths: Iterable[int]) -> None:
     if not new:
         return
     with open(Path(gettempdir()) / f"dte_dist-{os.getuid()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also by death
+        _take_turn(lock, 60.0)
         for module in (on("cpu"), remaps_on("cpu")):
             module.warm(new)
     _warm.update(new)
+
+
+def _take_turn(lock: IO[str], seconds: float) -> None:
+    """Lock a file until it is closed, or go on without after some seconds: to compile twice is better than to wait for ever."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return

@@ -12,7 +12,7 @@ from dte_dist.kernels import Flat, Tables, remap_loops
 from dte_dist.kernels import torch_remap as fallback
 from dte_dist.kernels.cpu import SAMPLES, _One, bump
 
-__all__ = ["place", "translate", "warm"]
+__all__ = ["fetch", "place", "translate", "warm"]
 
 
 def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,11 +44,19 @@ def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
         fallback.place(remap, first, bits, flat)
         return
     touched = np.zeros(len(flat.tensors), np.bool_)
-    entry = int(np.searchsorted(remap.end, first, side="right"))
-    remap_loops.place(
-        remap.tables(), entry, flat.width, first, len(bits), bits.data_ptr(), flat.starts, flat.addresses, touched
-    )
+    _copy(remap, first, bits, (flat.starts, flat.addresses, touched), True)
     bump(flat, np.flatnonzero(touched))
+
+
+def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:
+    """Copy to `bits` what `array`, a receiver's space in one piece, holds of source positions [first, first + len(bits))."""
+    table = np.array([0, len(array)]), np.array([array.data_ptr()]), np.zeros(1, np.bool_)
+    _copy(remap, first, bits, table, False)
+
+
+def _copy(remap: Tables, first: int, bits: Tensor, table: tuple[np.ndarray, np.ndarray, np.ndarray], inward: bool) -> None:
+    entry = int(np.searchsorted(remap.end, first, side="right"))
+    remap_loops.place(remap.tables(), entry, bits.element_size(), first, len(bits), bits.data_ptr(), *table, inward)
 
 
 def warm(widths: Iterable[int]) -> None:

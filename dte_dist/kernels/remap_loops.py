@@ -94,28 +94,35 @@ def translate(tables, entry, sample, first, positions, bits, count, out, kept):
 
 
 @njit(nogil=True, cache=True)
-def _copy_run(width, starts, addresses, touched, to, source, length):
-    """Copy `length` elements from an address to position `to` of a table of tensors."""
+def _copy_run(width, starts, addresses, touched, to, source, length, inward):
+    """Copy `length` elements from an address to position `to` of a table of tensors (inward), or the other way."""
     index = find(starts, to)
     while length > 0:
         here = min(length, starts[index + 1] - to)
         if here > 0:
             touched[index] = True
-            _move(addresses[index] + (to - starts[index]) * width, source, here * width)
+            there = addresses[index] + (to - starts[index]) * width
+            if inward:
+                _move(there, source, here * width)
+            else:
+                _move(source, there, here * width)
             to, source, length = to + here, source + here * width, length - here
         index += 1
 
 
 @njit(nogil=True, cache=True)
-def place(tables, entry, width, first, length, bits, starts, addresses, touched):
-    """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them; mark tensors touched."""
+def place(tables, entry, width, first, length, bits, starts, addresses, touched, inward):
+    """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them (inward), or back.
+
+    Tensors that are met are marked as touched.
+    """
     begin, end, shift, origin, axis, axes, extent, _, segment, low, high, target = tables
     stop = first + length
     while entry < len(begin) and begin[entry] < stop:
         at, until = max(first, begin[entry]), min(stop, end[entry])
         if axes[entry] == 0:
             if until > at:
-                _copy_run(width, starts, addresses, touched, at + shift[entry], bits + (at - first) * width, until - at)
+                _copy_run(width, starts, addresses, touched, at + shift[entry], bits + (at - first) * width, until - at, inward)
             entry += 1
             continue
         inner = axis[entry] + axes[entry] - 1
@@ -129,6 +136,6 @@ def place(tables, entry, width, first, length, bits, starts, addresses, touched)
                     x, y = max(at, row_start + low[k]), min(until, row_start + high[k])
                     if y > x:
                         to = base + x - row_start - low[k] + target[k]
-                        _copy_run(width, starts, addresses, touched, to, bits + (x - first) * width, y - x)
+                        _copy_run(width, starts, addresses, touched, to, bits + (x - first) * width, y - x, inward)
             row += 1
         entry += 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dte_dist.kernels import Flat, Tables, torch_ops
 
-__all__ = ["place", "translate"]
+__all__ = ["fetch", "place", "translate"]
 
 
 def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +43,13 @@ def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy dense bits to where a receiver's space holds them; see `kernels.cpu_remap.place`."""
     positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
     torch_ops.scatter(flat, *translate(remap, first, positions, bits))
+
+
+def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:
+    """Copy to `bits` what an array holds of a source's positions; see `kernels.cpu_remap.fetch`."""
+    positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
+    there, here = translate(remap, first, positions, positions)
+    bits[here.to(torch.int64)] = array[there]
 
 
 class _DeviceTables:
