@@ -1,7 +1,7 @@
 """dte_dist: the collective that keeps rollout ranks bit-identical to training ranks by moving only changed elements."""
 
 from dte_dist.change.snapshot import Detector
-from dte_dist.collectives import DeltaWork, close, delta_broadcast
+from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p
 from dte_dist.errors import (
     ApplyFailed,
     ChannelClosed,
@@ -37,4 +37,5 @@ __all__ = [
     "VersionRestart",
     "close",
     "delta_broadcast",
+    "delta_p2p",
 ]

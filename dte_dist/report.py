@@ -54,11 +54,13 @@ class SyncReport:
         reason: why it was full, or which receivers were seeded beside a delta; empty for a plain delta.
         changed: elements sent, over all sources; for a full sync, all elements.
         total: elements of the model (tied tensors once).
-        wire_bytes: bytes of frames that each receiver of the delta (or of the full sync) got.
+        wire_bytes: bytes of frames that each receiver of the delta (or of the full sync) got; on the p2p route, the most that one got.
         gather_bytes: bytes of frames that went from sources to the root.
         dense_bytes: bytes of the whole model in wire dtypes.
         frames: number of frames that were not empty.
         seeded: group ranks that were seeded densely.
+        route: the way that frames took, "broadcast" or "p2p".
+        busiest_bytes: bytes of frames that the busiest rank sent, or received, whichever is more.
         seconds: of the whole call on this rank; with async_op, from the call to the end of the work.
         phases: seconds by phase, on this rank; see `PHASES`.
         codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}.
@@ -80,6 +82,8 @@ class SyncReport:
     frames: int
     seeded: tuple[int, ...]
     seconds: float
+    route: str = "broadcast"
+    busiest_bytes: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, int] = field(default_factory=dict)
 

@@ -17,13 +17,14 @@ from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.channels import find_or_open, is_in_use
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
+from dte_dist.collectives.routes import RouteName
 from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
 from dte_dist.errors import PeerLost
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport
 
-__all__ = ["delta_broadcast"]
+__all__ = ["delta_broadcast", "delta_p2p"]
 
 Module = torch.nn.Module | Layout
 
@@ -105,16 +106,72 @@ def delta_broadcast(
         >>> print(report)
         v7 -> v8 delta: 10 of 1,000 changed (1.00 %), 96 B to each receiver (dense 2.0 kB, 20.8x), 2 frames, 10.0 ms
     """
+    said: CallOptions = {
+        "group_src": group_src,
+        "version": version,
+        "mode": mode,
+        "into": into,
+        "wire_dtype": wire_dtype,
+        "select": select,
+        "rename": rename,
+        "detector": detector,
+        "anchor_interval": anchor_interval,
+        "bucket_bytes": bucket_bytes,
+        "timeout": timeout,
+    }
+    return _sync("broadcast", module, group, src, async_op, said=said)
+
+
+@overload
+def delta_p2p(
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
+    **options: Unpack[CallOptions],
+) -> SyncReport: ...  # fmt: skip
+@overload
+def delta_p2p(
+    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
+    **options: Unpack[CallOptions],
+) -> DeltaWork: ...  # fmt: skip
+def delta_p2p(
+    module: Module,
+    group: ProcessGroup | None = None,
+    src: Ranks | None = None,
+    async_op: bool = False,
+    **options: Unpack[CallOptions],
+) -> SyncReport | DeltaWork:
+    """Do what `delta_broadcast` does, shard to shard: no root, each source sends each receiver only what that receiver holds.
+
+    The same channel, versions, options, errors and guarantees: calls of both may be mixed, as long as all ranks make the same ones.
+    With mode="full" it is a dense reshard of its own, from any layout to any layout, in bounded memory.
+
+    Args:
+        module, group, src, async_op: as for `delta_broadcast`.
+        options: its keyword options.
+
+    Returns:
+        A `SyncReport`, whose `wire_bytes` are those of the receiver that got most; with async_op a `DeltaWork`.
+
+    Raises:
+        ValueError, DeltaError: as `delta_broadcast`.
+
+    Example:
+        >>> report = dte_dist.delta_p2p(module, group, into=rollout_module)
+    """
+    return _sync("p2p", module, group, src, async_op, said=options)
+
+
+def _sync(
+    route: RouteName, module: Module, group: ProcessGroup | None, src: Ranks | None, async_op: bool, *, said: CallOptions
+) -> SyncReport | DeltaWork:
+    """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
     pg = dist.group.WORLD if group is None else group
     if pg is None or dist.get_rank(pg) < 0:
         raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
     options, error = Options(), None
-    try:  # whatever is wrong with the call on this rank is raised on all ranks
-        check_call(version, mode)
-        options = Options(
-            group_ranks(src, group_src, pg), bucket_bytes, anchor_interval, _timedelta(timeout), wire_dtype, select, rename,
-            None if into is None else weakref.ref(into),
-        )  # fmt: skip
+    into = said.get("into")
+    try:
+        check_call(said.get("version"), said.get("mode", "delta"))
+        options = _options(pg, src, said)
     except Exception as caught:
         error = caught
     if not isinstance(module, torch.nn.Module | Layout):
@@ -122,7 +179,7 @@ def delta_broadcast(
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
-    call = _Call(module, pg, into, options, error, version, mode, detector)
+    call = _Call(module, pg, options, error, route, said)
     running.join(module, into)
     if not async_op:
         return call.run()
@@ -131,18 +188,30 @@ def delta_broadcast(
     return work
 
 
+def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Options:
+    into, timeout = said.get("into"), said.get("timeout", _TIMEOUT)
+    return Options(
+        sources=group_ranks(src, said.get("group_src"), group),
+        bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),
+        anchor_interval=said.get("anchor_interval"),
+        timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+        wire_dtype=said.get("wire_dtype"),
+        select=said.get("select"),
+        rename=said.get("rename"),
+        into=None if into is None else weakref.ref(into),
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     """One call of a collective: its arguments, and what is wrong with them on this rank."""
 
     module: Module
     group: ProcessGroup
-    into: Module | None
     options: Options
     error: Exception | None
-    version: int | None
-    mode: str
-    detector: Detector | None
+    route: RouteName
+    said: CallOptions
 
     def run(self) -> SyncReport:
         """Sync; where another rank had closed the channel, open a new one with it first."""
@@ -166,8 +235,10 @@ class _Call:
         return DeltaWork(finish)
 
     def _prepare(self) -> tuple[Channel, Prepared]:
-        channel = find_or_open(self.module, self.group, self.into, self.options, self.error)
-        return channel, channel.prepare(self.version, self.mode, self.detector, lambda: self._check(channel))
+        said = self.said
+        channel = find_or_open(self.module, self.group, said.get("into"), self.options, self.error)
+        version, mode, detector = said.get("version"), said.get("mode", "delta"), said.get("detector")
+        return channel, channel.prepare(version, mode, detector, self.route, lambda: self._check(channel))
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""
@@ -178,8 +249,4 @@ class _Call:
             names = ", ".join(different)
             fix = "pass the same, or call dte_dist.close(module, group) on every rank first"
             raise ValueError(f"{names}: not what the call that opened the channel passed; {fix}")
-
-
-def _timedelta(timeout: timedelta | float) -> timedelta:
-    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 

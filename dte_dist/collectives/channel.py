@@ -11,16 +11,18 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives.options import Options
+from dte_dist.collectives.routes import ROUTES, RouteName
 from dte_dist.collectives.sync import Agreed, Parts, Prepared, Sync
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.control import REASONS, ControlRow
 from dte_dist.errors import ChannelClosed, PeerLost
 from dte_dist.report import Phases, SyncReport
-from dte_dist.transport.groups import LossBoard
+from dte_dist.transport.groups import LossBoard, Wire
 
 __all__ = ["Abandoned", "Channel"]
 
@@ -38,17 +40,18 @@ class Channel:
         options: of the call that opened it.
         parts: what it is made of.
         board: what is left when its groups break.
+        wires: all its groups.
 
     Attributes:
         rank: in the group.
         broken: why it can no longer be used; None while it can.
     """
 
-    def __init__(self, options: Options, parts: Parts, board: LossBoard) -> None:
+    def __init__(self, options: Options, parts: Parts, board: LossBoard, wires: Sequence[Wire]) -> None:
         self.options, self.parts = options, parts
         self.rank = parts.control.rank
         self.broken: str | None = None
-        self._board = board
+        self._board, self._wires = board, wires
 
     def close(self, why: str = "it was closed") -> None:
         """Leave the channel on purpose; the other ranks open a new one when they sync next."""
@@ -59,14 +62,16 @@ class Channel:
     def _drop(self, why: str) -> None:
         if self.broken is None:
             self.broken = why
-            self.parts.control.close()
-            self.parts.relay.close()
+            for wire in self._wires:
+                wire.close()
 
-    def prepare(self, version: int | None, mode: str, detector: Detector | None, check: Callable[[], None]) -> Prepared:
+    def prepare(
+        self, version: int | None, mode: str, detector: Detector | None, route: RouteName, check: Callable[[], None]
+    ) -> Prepared:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
-            version, mode, detector: of the call.
+            version, mode, detector, route: of the call.
             check: raises if the arguments of the call make no sense.
         """
         phases, begin = Phases(), time.perf_counter()
@@ -75,12 +80,12 @@ class Channel:
         try:
             check()
             if source is not None:
-                source.prepare(version or source.chain.version + 1, bool(reason), phases, detector)
+                source.prepare(version or source.chain.version + 1, bool(reason), phases, detector, self.parts.routes[route].lanes)
             if receiver is not None:
-                receiver.begin()
+                receiver.begin(self.parts.routes[route].remaps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
-        return Prepared(self._row(error, version, reason), error, phases, begin)
+        return Prepared(replace(self._row(error, version, reason), route=ROUTES.index(route)), error, phases, begin, route)
 
     def run(self, prepared: Prepared) -> SyncReport:
         """Run the rest of a sync; all ranks of the group must call.

@@ -23,6 +23,7 @@ from dte_dist.collectives import running
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
 from dte_dist.collectives.options import Options
+from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
 from dte_dist.collectives.sync import Parts
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.receiver import ReceiverState
@@ -32,6 +33,7 @@ from dte_dist.layout import Layout
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.space import FlatSpace
+from dte_dist.transport.exchange import Exchange
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
 
@@ -195,12 +197,18 @@ class _Opening:
         schedule = Schedule(totals, self.options.bucket_bytes)
         gather = self._wire("gather", agreement.backend, sorted(agreement.sources))
         stream = self._wire("stream", agreement.backend, sorted({root, *agreement.receivers}))
-        relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes)
+        pairs = self.wires[0] if agreement.backend == "gloo" else self._wire("pairs", agreement.backend, range(self.membership.size))
         source = self._source(agreement, mine, kept, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
         kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
-        parts = Parts(agreement, schedule, self.wires[0], relay, source, receiver)
-        return Channel(self.options, parts, LossBoard(self.membership))
+        relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes)
+        exchange = Exchange(pairs, rank=rank, sources=agreement.sources)
+        routes = Routes(
+            lambda: RelayRoute(model, schedule, source, receiver, relay=relay, root=root),
+            lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
+        )
+        parts = Parts(agreement, self.wires[0], routes, source, receiver)
+        return Channel(self.options, parts, LossBoard(self.membership), self.wires)
 
     def _wire(self, name: str, backend: str, members: Sequence[int]) -> Wire | None:
         """Make a data group if it has several members and this rank is one."""

@@ -16,27 +16,29 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from dte_dist.collectives.opening import Agreement, raise_together
+from dte_dist.collectives.routes import ROUTES, Load, Route, RouteName, Sizes
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import ControlRow, Decision, decide
 from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState, most_size, seed_size
-from dte_dist.errors import ApplyFailed, FrameError, PeerLost
-from dte_dist.plan.schedule import Parcel, Schedule
+from dte_dist.engine.source import SourceState, most_size
+from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch, PeerLost
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.groups import Wire
-from dte_dist.transport.relay import Frame, Relay
 
-__all__ = ["Agreed", "Parts", "Prepared", "Sync"]
+__all__ = ["INLINE", "Agreed", "Parts", "Prepared", "Sync"]
 
 _T = TypeVar("_T")
+
+
+INLINE: Final = 32
+"""Sizes of frames that a control row has room for; more take a row of their own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,15 +47,14 @@ class Parts:
 
     Attributes:
         agreement: what all ranks know.
-        schedule: how flat spaces are cut.
-        control, relay: the channel's own groups.
+        control: the channel's own group for rows.
+        routes: by name, the ways that frames can take.
         source, receiver: what this rank is; may be both.
     """
 
     agreement: Agreement
-    schedule: Schedule
     control: Wire
-    relay: Relay
+    routes: Mapping[RouteName, Route]
     source: SourceState | None
     receiver: ReceiverState | None
 
@@ -67,12 +68,14 @@ class Prepared:
         error: what went wrong so far, to be told to all.
         phases: seconds so far.
         begin: when the call began, `time.perf_counter`.
+        route: that frames take.
     """
 
     row: ControlRow
     error: Exception | None
     phases: Phases
     begin: float
+    route: RouteName
 
 
 class Agreed(Exception):
@@ -81,21 +84,6 @@ class Agreed(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-@dataclass(slots=True)
-class _Traffic:
-    """Bytes and frames of one sync, the same on all ranks."""
-
-    wire: int = 0
-    gather: int = 0
-    frames: int = 0
-
-    def add(self, sizes: dict[int, list[int]], root: int, *, aside: bool) -> None:
-        """Count the frames of one round; `aside` are those that seed some receivers beside a delta."""
-        self.wire += 0 if aside else sum(map(sum, sizes.values()))
-        self.gather += sum(sum(row) for source, row in sizes.items() if source != root)
-        self.frames += sum(size > 0 for row in sizes.values() for size in row)
 
 
 class Sync:
@@ -113,7 +101,8 @@ class Sync:
         self._parts, self._prepared = parts, prepared
         self._source, self._receiver = parts.source, parts.receiver
         self._phases = prepared.phases
-        self._traffic = _Traffic()
+        self._route = parts.routes[prepared.route]
+        self._load, self._gathered = Load(), 0
         self.begun = False
 
     def run(self) -> SyncReport:
@@ -137,24 +126,26 @@ class Sync:
         self._acknowledge(decision, error)
         return self._report(decision, rows)
 
-    def _exchange(self) -> tuple[list[ControlRow], np.ndarray]:
-        """Phase 2: return the rows of all ranks, and the sizes of the frames of each by chunk."""
+    def _exchange(self) -> tuple[list[ControlRow], Sizes]:
+        """Phase 2: return the rows of all ranks, and the sizes of the frames of all sources."""
         prepared = self._prepared
-        frames = self._source.frames() if self._source is not None and prepared.error is None else []
-        table = self._rows(prepared.row.pack([len(frame) for frame in frames], self._parts.schedule.room))
+        mine = [len(frame) for frame in self._source.frames()] if self._source is not None and prepared.error is None else []
+        table = self._rows(prepared.row.pack(mine if len(mine) <= INLINE else [], INLINE))
         self.begun = True
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
         if any(row.failed for row in rows):
             self._raise_together(prepared.error)
+        _agreed(lambda: _check_routes(rows))
+        if self._route.room > INLINE:
+            sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))
         _agreed(lambda: self._check_sizes(sizes))
-        return rows, sizes
+        return rows, {source: sizes[source, : len(chunks)].tolist() for source, chunks in self._route.chunks.items()}
 
     def _check_sizes(self, sizes: np.ndarray) -> None:
         """Refuse sizes that no frame can have, before anyone makes room for them."""
-        schedule, most = self._parts.schedule, np.zeros_like(sizes)
-        for source in self._parts.agreement.sources:
-            chunks = schedule.chunks(source)
-            most[source, : len(chunks)] = [most_size(chunk) for chunk in chunks]
+        most = np.zeros_like(sizes)
+        for source, chunks in self._route.chunks.items():
+            most[source, : len(chunks)] = [most_size(chunk) for _, chunk in chunks]
         wrong = np.argwhere((sizes < 0) | (sizes > most) | (sizes % 8 != 0))
         if len(wrong):
             rank, chunk = wrong[0].tolist()
@@ -163,10 +154,12 @@ class Sync:
                 got=int(sizes[rank, chunk]), fix="sync again; if it stays, the ranks run different versions of dte_dist",
             )  # fmt: skip
 
-    def _stream_delta(self, decision: Decision, sizes: np.ndarray) -> None:
+    def _stream_delta(self, decision: Decision, sizes: Sizes) -> None:
         """Phase 3."""
         frames = self._source.frames() if self._source is not None else []
-        self._move(decision, frames, {source: sizes[source].tolist() for source in self._parts.agreement.sources}, seed=False)
+        self._load = self._route.load(sizes, decision.followers)
+        self._gathered = self._route.gathered(sizes)
+        self._route.move(self._step(decision, seed=False), frames, sizes, decision.followers, self._phases)
 
     def _vote(self) -> None:
         """Phase 4: raise the same error on every rank if any rank has one."""
@@ -188,10 +181,11 @@ class Sync:
 
     def _stream_seed(self, decision: Decision) -> None:
         """Phase 6."""
-        frames = self._source.seed_frames(self._step(decision, seed=True)) if self._source is not None else []
-        schedule = self._parts.schedule
-        sizes = {source: [seed_size(chunk) for chunk in schedule.chunks(source)] for source in self._parts.agreement.sources}
-        self._move(decision, frames, sizes, seed=True)
+        step, sizes = self._step(decision, seed=True), self._route.seed_sizes()
+        frames = self._source.seed_frames(step) if self._source is not None else []
+        if decision.is_full:
+            self._load, self._gathered = self._route.load(sizes, decision.seeded), self._route.gathered(sizes)
+        self._route.move(step, frames, sizes, decision.seeded, self._phases)
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
         """Phase 7."""
@@ -209,19 +203,6 @@ class Sync:
         base, stream = (NONE, decision.onward) if seed else (decision.base, decision.stream)
         return Step(self._parts.agreement.schema, stream, base, decision.version)
 
-    def _move(self, decision: Decision, frames: Sequence[Frame], sizes: dict[int, list[int]], *, seed: bool) -> None:
-        """Move frames to the receivers that are seeded, or to those that follow."""
-        parts, receiver = self._parts, self._receiver
-        step = self._step(decision, seed=seed)
-
-        def take(parcel: Parcel, frame: Tensor) -> None:
-            if receiver is not None:
-                chunks = parts.schedule.chunks(parcel.source)
-                receiver.take(frame, step.head(parcel.source, len(chunks), chunks[parcel.chunk]))
-
-        self._traffic.add(sizes, parts.agreement.root, aside=seed and not decision.is_full)
-        parts.relay.move(sizes, frames, decision.seeded if seed else decision.followers, take, self._phases)
-
     def _rows(self, row: np.ndarray) -> np.ndarray:
         with self._phases("wait"):
             return self._parts.control.rows(row)
@@ -237,16 +218,25 @@ class Sync:
         return self._parts.control.rank in ranks
 
     def _report(self, decision: Decision, rows: Sequence[ControlRow]) -> SyncReport:
-        model, traffic = self._parts.agreement.model, self._traffic
+        model, load = self._parts.agreement.model, self._load
         base = max([decision.base] if decision.base != NONE else [row.receiver_version for row in rows if row.is_receiver])
         return SyncReport(
             version=decision.version, base_version=None if base == NONE else base,
             kind="full" if decision.is_full else "delta", reason=decision.reason,
             changed=model.numel if decision.is_full else sum(row.changed for row in rows), total=model.numel,
-            wire_bytes=traffic.wire, gather_bytes=traffic.gather, dense_bytes=model.nbytes, frames=traffic.frames,
+            wire_bytes=max(load.received_by(decision.followers or decision.seeded)), gather_bytes=self._gathered, dense_bytes=model.nbytes,
+            busiest_bytes=load.busiest(), frames=load.frames, route=self._route.name,
             seeded=decision.seeded, seconds=time.perf_counter() - self._prepared.begin, phases=dict(self._phases.seconds),
             codecs=dict(self._source.codecs) if self._source is not None else {},
         )  # fmt: skip
+
+
+def _check_routes(rows: Sequence[ControlRow]) -> None:
+    asked = {row.route: rank for rank, row in enumerate(rows)}
+    if len(asked) > 1:
+        said = ", ".join(f"{ROUTES[route]} on rank {rank}" for route, rank in sorted(asked.items()))
+        fix = "call the same collective, with the same route=, on every rank"
+        raise LayoutMismatch("ranks ask for different routes", ranks=sorted(asked.values()), got=said, fix=fix)
 
 
 def _agreed(call: Callable[[], _T]) -> _T:

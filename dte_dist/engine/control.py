@@ -37,6 +37,7 @@ class ControlRow:
         reason: why it is full, a number of `REASONS`.
         proposal: lineage to start if one is needed; that of the root is taken.
         changed: elements that the source found changed.
+        route: number of the route that the caller asked for.
     """
 
     failed: int = 0
@@ -53,6 +54,7 @@ class ControlRow:
     reason: int = 0
     proposal: int = 0
     changed: int = 0
+    route: int = 0
 
     def pack(self, sizes: Sequence[int], room: int) -> np.ndarray:
         """Return the row as int64, followed by frame sizes, padded with zeros to `room` of them."""

@@ -34,6 +34,7 @@ class ReceiverState:
 
     Attributes:
         error: the first error of this sync, or None.
+        remaps: tables from the sources' own spaces.
         chain: version and lineage; version NONE means never seeded, being seeded, or dirty.
     """
 
@@ -42,7 +43,7 @@ class ReceiverState:
         self.chain = Chain()
         self.error: Exception | None = None
         self._spaces = model.receiver_spaces[rank]
-        self._remaps: dict[int, dict[int, Sequence[Remap]]] = {
+        self.remaps: Mapping[int, Mapping[int, Sequence[Remap]]] = {
             width: {
                 source: build_remaps(spaces[width], space) for source, spaces in model.source_spaces.items() if width in spaces
             }
@@ -51,13 +52,18 @@ class ReceiverState:
         self._staged = StagedPatch()
         self._targets: Mapping[int, Target] = {}
 
-    def begin(self) -> None:
-        """Find the live tensors, as they are at this moment; nothing is staged yet."""
+    def begin(self, remaps: Mapping[int, Mapping[int, Sequence[Remap]]] | None = None) -> None:
+        """Find the live tensors, as they are at this moment; nothing is staged yet.
+
+        Args:
+            remaps: by width and source, tables from the space that frames count in; None for the sources' own spaces.
+        """
         self._staged.clear()
         self.error = None
         tensors = self._layout.tensors()
+        tables = self.remaps if remaps is None else remaps
         self._targets = {
-            width: Target(FlatTensors([tensors[entry] for entry in space.pieces.entry.tolist()], width, space.starts), self._remaps[width])
+            width: Target(FlatTensors([tensors[entry] for entry in space.pieces.entry.tolist()], width, space.starts), tables[width])
             for width, space in self._spaces.items()
         }
 

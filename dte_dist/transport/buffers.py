@@ -1,11 +1,16 @@
-"""The two buffers of a pipeline: one fills or travels while the other is worked on."""
+"""Frames on their way, and the two buffers of a pipeline: one fills or travels while the other is worked on."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "Frame"]
+
+Frame = Tensor | Callable[[Tensor], None]
+"""A frame, or a function that writes it into a buffer of its size: dense frames are made only when they travel."""
 
 
 class Buffers:

@@ -1,35 +1,44 @@
 """The p2p route: frames go from each source straight to the receivers that hold their elements; no rank relays.
 
-For one round, whose frame sizes every rank has been told:
+For one sync, whose frame sizes every rank knows:
 
-1. The round has as many steps as there are sources or receivers, whichever are more. In step t, source number i sends to receiver
+1. There are as many steps as there are sources or receivers, whichever are more. In step t, source number i sends to receiver
    number i + t (modulo the steps): every rank has one partner to send to and one to receive from, whatever the numbers.
    Where there is no such partner, or nothing to say, the step passes without a message, and later steps keep their partners.
-2. A rank starts the sends of a step, then receives the frames of the step one after the other, the next one arriving in a
-   second buffer while the last is unpacked, then waits for the sends of the step before. So at most the frames of two steps are in flight.
+2. Within a step a rank starts to send its n-th frame, waits for the n-th frame of its partner and unpacks it while the next one
+   arrives. At most two sends and two receives are in flight, in two buffers each.
 3. A rank that is source and receiver hands itself its frames; they never touch the network.
 
-Every wait is for a step that the partner reaches without waiting for a later one of ours, so nothing can block in a circle.
+Nothing can block in a circle: the rank that is furthest behind waits only for what its partners have started already.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
+import torch
 from torch import Tensor
 
+from dte_dist.errors import PeerLost
 from dte_dist.report import Phases
-from dte_dist.transport.buffers import Buffers
+from dte_dist.transport.buffers import Buffers, Frame
 from dte_dist.transport.groups import Pending, Wire
 
-__all__ = ["Exchange", "TakeFrom"]
+__all__ = ["Exchange", "Sized", "TakeFrom"]
+
+_NOBODY: Final = -1
+
+Sized = tuple[int, Frame]
+"""A frame and its bytes."""
 
 TakeFrom = Callable[[int, int, Tensor], None]
 """What a receiver does with one frame: (source, chunk, frame); the tensor does not outlive the call."""
 
 
 class Exchange:
-    """Moves the frames of one round after the other between pairs of ranks.
+    """Moves frames between pairs of ranks.
 
     Args:
         wire: a group of all sources and receivers; None if that is one rank.
@@ -39,78 +48,101 @@ class Exchange:
 
     def __init__(self, wire: Wire | None, *, rank: int, sources: Sequence[int]) -> None:
         self._wire, self._rank, self._sources = wire, rank, tuple(sources)
-        self._incoming = Buffers()
+        self._incoming, self._outgoing, self._own = Buffers(), Buffers(), Buffers()
+        self._sent = 0
 
     def close(self) -> None:
         """Close the group; what waits on it fails."""
         if self._wire is not None:
             self._wire.close()
 
-    def round(
-        self, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[int]], targets: Sequence[int], take: TakeFrom,
+    def move(
+        self, outgoing: Mapping[int, Sequence[Sized]], incoming: Mapping[int, Sequence[int]], targets: Sequence[int], take: TakeFrom,
         phases: Phases,
     ) -> None:  # fmt: skip
-        """Move the frames of one round; all sources and all targets must call.
+        """Move the frames of one sync; all sources and all targets must call.
 
         Args:
-            outgoing: on a source, its frames for each target, by chunk; empty ones are not sent.
+            outgoing: on a source, its frames for each target, by chunk, with their sizes; those of no bytes are not sent.
             incoming: on a target, the sizes of the frames of each source, by chunk.
-            targets: the receivers of this round, ascending.
+            targets: the receivers, ascending.
             take: called with each frame on a target; must not raise.
             phases: where the time goes.
         """
-        sending: list[Pending] = []
+        sending: deque[Pending] = deque()
         for step in range(max(len(self._sources), len(targets))):
-            started = self._send(step, outgoing, targets)
-            source = self._partner(step, targets)
-            if source is not None:
-                self._receive(source, incoming.get(source, ()), outgoing, take, phases)
-            with phases("wire"):
-                for pending in sending:
-                    pending.wait()
-            sending = started
-        with phases("wire"):
-            for pending in sending:
-                pending.wait()
+            to, source = self._partners(step, targets)
+            frames = [(size, frame) for size, frame in outgoing.get(to, ()) if size] if to != self._rank else []
+            if source == self._rank:
+                self._hand_over(outgoing[source], take, phases)
+                source = _NOBODY
+            chunks = [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size]
+            arriving = deque(self._receive(number, size, source) for number, (_, size) in enumerate(chunks[:1]))
+            for number in range(max(len(frames), len(chunks))):
+                if number < len(frames):
+                    self._send(frames[number], to, sending, phases)
+                if number < len(chunks):
+                    frame, pending = arriving.popleft()
+                    _wait(pending, phases)
+                    if number + 1 < len(chunks):
+                        arriving.append(self._receive(number + 1, chunks[number + 1][1], source))
+                    with phases("decode"):
+                        take(source, chunks[number][0], frame)
+        for pending in sending:
+            _wait(pending, phases)
 
-    def _send(self, step: int, outgoing: Mapping[int, Sequence[Tensor]], targets: Sequence[int]) -> list[Pending]:
-        """Start the sends of one step."""
-        if self._rank not in self._sources or self._wire is None:
-            return []
-        place = (self._sources.index(self._rank) + step) % max(len(self._sources), len(targets))
-        if place >= len(targets) or targets[place] == self._rank:
-            return []
-        to = targets[place]
-        return [self._wire.send(frame.to(self._wire.device), to) for frame in outgoing.get(to, ()) if len(frame)]
+    def _partners(self, step: int, targets: Sequence[int]) -> tuple[int, int]:
+        """Return whom this rank sends to and receives from in one step; `_NOBODY` where there is none."""
+        steps = max(len(self._sources), len(targets))
+        to = source = _NOBODY
+        if self._rank in self._sources:
+            place = (self._sources.index(self._rank) + step) % steps
+            to = targets[place] if place < len(targets) else _NOBODY
+        if self._rank in targets:
+            place = (targets.index(self._rank) - step) % steps
+            source = self._sources[place] if place < len(self._sources) else _NOBODY
+        return to, source
 
-    def _partner(self, step: int, targets: Sequence[int]) -> int | None:
-        """Return the source that this rank receives from in one step, if any."""
-        if self._rank not in targets:
-            return None
-        place = (targets.index(self._rank) - step) % max(len(self._sources), len(targets))
-        return self._sources[place] if place < len(self._sources) else None
+    def _hand_over(self, frames: Sequence[Sized], take: TakeFrom, phases: Phases) -> None:
+        """Take this rank's own frames."""
+        for chunk, (size, frame) in enumerate(frames):
+            if size:
+                with phases("encode"):
+                    made = self._made(self._own, 0, (size, frame))
+                with phases("decode"):
+                    take(self._rank, chunk, made)
 
-    def _receive(
-        self, source: int, sizes: Sequence[int], outgoing: Mapping[int, Sequence[Tensor]], take: TakeFrom, phases: Phases
-    ) -> None:
-        """Receive and unpack the frames of one source."""
-        chunks = [(chunk, size) for chunk, size in enumerate(sizes) if size]
-        if source == self._rank or self._wire is None:
-            with phases("decode"):
-                for chunk, _ in chunks:
-                    take(source, chunk, outgoing[self._rank][chunk])
-            return
-        arriving = [self._start(self._wire, number, size, source) for number, (_, size) in enumerate(chunks[:1])]
-        for number, (chunk, _) in enumerate(chunks):
-            frame, pending = arriving.pop()
-            with phases("wire"):
-                pending.wait()
-            if number + 1 < len(chunks):
-                arriving.append(self._start(self._wire, number + 1, chunks[number + 1][1], source))
-            with phases("decode"):
-                take(source, chunk, frame)
+    def _made(self, buffers: Buffers, number: int, sized: Sized) -> Tensor:
+        """Return a frame, written into a buffer if it is only made now."""
+        size, frame = sized
+        if not callable(frame):
+            return frame
+        place = buffers.get(number, size, self._wire.device if self._wire is not None else torch.device("cpu"))
+        frame(place)
+        return place
 
-    def _start(self, wire: Wire, number: int, size: int, source: int) -> tuple[Tensor, Pending]:
-        """Start to receive a frame of `size` bytes into one of two buffers."""
+    def _send(self, sized: Sized, to: int, sending: deque[Pending], phases: Phases) -> None:
+        """Start to send a frame, once at most one other is on its way."""
+        wire = self._reach()
+        while len(sending) > 1:
+            _wait(sending.popleft(), phases)
+        with phases("encode"):
+            frame = self._made(self._outgoing, self._sent, sized)
+        self._sent += 1
+        sending.append(wire.send(frame.to(wire.device), to))
+
+    def _receive(self, number: int, size: int, source: int) -> tuple[Tensor, Pending]:
+        """Start to receive a frame into one of two buffers."""
+        wire = self._reach()
         frame = self._incoming.get(number, size, wire.device)
         return frame, wire.receive(frame, source)
+
+    def _reach(self) -> Wire:
+        if self._wire is None:
+            raise PeerLost("a group of one rank has nobody to send to", fix="report this as a bug of dte_dist")
+        return self._wire
+
+
+def _wait(pending: Pending, phases: Phases) -> None:
+    with phases("wire"):
+        pending.wait()

@@ -21,18 +21,15 @@ from torch import Tensor
 
 from dte_dist.plan.schedule import Parcel, pack_buckets
 from dte_dist.report import Phases
-from dte_dist.transport.buffers import Buffers
+from dte_dist.transport.buffers import Buffers, Frame
 from dte_dist.transport.groups import Pending, Wire
 
-__all__ = ["Frame", "Relay", "Take"]
+__all__ = ["Relay", "Take"]
 
 PIECE: Final = 256 << 10
 """Bytes of one piece of a chain."""
 
 _CHAIN_FROM: Final = 1 << 20
-
-Frame = Tensor | Callable[[Tensor], None]
-"""A frame, or a function that writes it into a buffer of its size: dense frames are made only when they travel."""
 
 Take = Callable[[Parcel, Tensor], None]
 """What a receiver does with one frame; the tensor is a view of the bucket and does not outlive the call."""

@@ -1,0 +1,260 @@
+"""The two routes that frames take, as one sync sees them: whose frames there are, how large they may be, and how they move.
+
+| | broadcast | p2p |
+|---|---|---|
+| lanes of a source | one, for all receivers | one for each kind of receiver |
+| space that positions count in | the source's own | what source and receiver have in common |
+| way | to the root, from there to all in buckets | from the source straight to the receiver |
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Literal, TypeVar
+
+from torch import Tensor
+
+from dte_dist.engine.chain import Step
+from dte_dist.engine.lanes import Lanes, PairLane, PairLanes, step_of_lane
+from dte_dist.engine.receiver import ReceiverState
+from dte_dist.engine.source import SourceState, seed_size
+from dte_dist.plan.model_map import ModelMap
+from dte_dist.plan.pairs import lanes_of, pair_spaces
+from dte_dist.plan.remap import Remap, build_remaps
+from dte_dist.plan.schedule import Chunk, Parcel, Schedule
+from dte_dist.plan.space import FlatSpace
+from dte_dist.report import Phases
+from dte_dist.transport.buffers import Frame
+from dte_dist.transport.exchange import Exchange, Sized
+from dte_dist.transport.relay import Relay
+
+__all__ = ["ROUTES", "Load", "P2PRoute", "RelayRoute", "Route", "RouteName", "Routes", "Sizes"]
+
+RouteName = Literal["broadcast", "p2p"]
+ROUTES: Final[tuple[RouteName, ...]] = ("broadcast", "p2p")
+
+
+Sizes = Mapping[int, Sequence[int]]
+"""By source, the bytes of each of its frames; 0 where nothing changed."""
+
+_T = TypeVar("_T")
+
+
+class Load:
+    """Bytes of frames that each rank sends and receives, from sizes that all ranks know.
+
+    Attributes:
+        sent, received: by rank.
+        frames: how many are not empty.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self.frames = 0
+
+    def add(self, source: int, target: int, size: int) -> None:
+        """Count `size` bytes from one rank to another; a rank sends itself nothing."""
+        if source != target:
+            self.sent[source] += size
+            self.received[target] += size
+
+    def received_by(self, ranks: Sequence[int]) -> list[int]:
+        """Return the bytes received by each of these ranks."""
+        return [self.received[rank] for rank in ranks]
+
+    def busiest(self) -> int:
+        """Return the most bytes that one rank sends or receives."""
+        return max([*self.sent.values(), *self.received.values()], default=0)
+
+
+class Route(ABC):
+    """One way for frames.
+
+    Attributes:
+        name: as a caller says it.
+        chunks: by source, (lane, chunk) of every frame in order; the same on all ranks.
+        lanes: on a source, what it sends.
+        remaps: on a receiver, by width and source, tables from the space of the frames to its own.
+    """
+
+    name: RouteName
+    chunks: Mapping[int, Sequence[tuple[int, Chunk]]]
+    lanes: Lanes | None
+    remaps: Mapping[int, Mapping[int, Sequence[Remap]]]
+
+    @property
+    def room(self) -> int:
+        """Most frames of any source."""
+        return max(map(len, self.chunks.values()), default=0)
+
+    def seed_sizes(self) -> dict[int, list[int]]:
+        """Return, by source, the bytes of every frame of a seed."""
+        return {source: [seed_size(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
+
+    @abstractmethod
+    def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
+        """Return what frames of these sizes cost each rank on their way to `targets`."""
+
+    def gathered(self, sizes: Sizes) -> int:
+        """Return the bytes of frames of these sizes that go to the root to be relayed."""
+        return 0
+
+    @abstractmethod
+    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
+        """Move all frames that make `step`; sources, the root and targets must call.
+
+        Args:
+            step: what the frames have in common.
+            frames: this rank's own, in order.
+            sizes: of all sources.
+            targets: receivers that get them, ascending.
+            phases: where the time goes.
+        """
+
+
+class RelayRoute(Route):
+    """Over the root.
+
+    Args:
+        model, rank: who holds what.
+        schedule: the chunks of the sources' spaces.
+        source, receiver: what this rank is.
+        relay: the transport.
+        root: group rank.
+    """
+
+    name = "broadcast"
+
+    def __init__(
+        self, model: ModelMap, schedule: Schedule, source: SourceState | None, receiver: ReceiverState | None, *, relay: Relay, root: int
+    ) -> None:
+        self.chunks = {each: [(0, chunk) for chunk in schedule.chunks(each)] for each in model.source_spaces}
+        self.lanes = source.relay if source is not None else None
+        self.remaps = receiver.remaps if receiver is not None else {}
+        self._receiver, self._relay, self._root = receiver, relay, root
+
+    def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
+        load = Load()
+        for source, row in sizes.items():
+            load.frames += sum(size > 0 for size in row)
+            load.add(source, self._root, sum(row))
+        everything = sum(map(sum, sizes.values()))
+        line = [self._root, *(target for target in targets if target != self._root)]
+        for before, target in itertools.pairwise(line):
+            load.add(before, target, everything)
+        return load
+
+    def gathered(self, sizes: Sizes) -> int:
+        return sum(sum(row) for source, row in sizes.items() if source != self._root)
+
+    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
+        receiver = self._receiver
+
+        def take(parcel: Parcel, frame: Tensor) -> None:
+            if receiver is not None:
+                chunks = self.chunks[parcel.source]
+                receiver.take(frame, step.head(parcel.source, len(chunks), chunks[parcel.chunk][1]))
+
+        self._relay.move(sizes, frames, targets, take, phases)
+
+
+class P2PRoute(Route):
+    """From each source straight to each receiver.
+
+    Args:
+        model, rank: who holds what, and this rank.
+        bucket_bytes: dense bytes of a chunk.
+        receiver: what this rank is.
+        exchange: the transport.
+    """
+
+    name = "p2p"
+
+    def __init__(self, model: ModelMap, rank: int, bucket_bytes: int, receiver: ReceiverState | None, exchange: Exchange) -> None:
+        self._lane = lanes_of(model.receiver_spaces)
+        kinds = {lane: model.receiver_spaces[target] for target, lane in reversed(self._lane.items())}
+        self._rank, self._receiver, self._exchange = rank, receiver, exchange
+        self.chunks, pairs = {}, {}
+        for source, spaces in model.source_spaces.items():
+            pairs[source] = {lane: pair_spaces(spaces, kind) for lane, kind in sorted(kinds.items())}
+            totals = {lane: {width: space.numel for width, space in pair.items()} for lane, pair in pairs[source].items()}
+            schedule = Schedule(totals, bucket_bytes)
+            self.chunks[source] = [(lane, chunk) for lane in totals for chunk in schedule.chunks(lane)]
+        own = model.source_spaces.get(rank)
+        self.lanes = None
+        if own is not None:
+            self.lanes = PairLanes(rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()})
+        self.remaps = self._remaps_of(model.receiver_spaces.get(rank, {}), pairs)
+
+    def _remaps_of(
+        self, own: Mapping[int, FlatSpace], pairs: Mapping[int, Mapping[int, Mapping[int, FlatSpace]]]
+    ) -> dict[int, dict[int, Sequence[Remap]]]:
+        if self._rank not in self._lane:
+            return {}
+        mine = {source: lanes[self._lane[self._rank]] for source, lanes in pairs.items()}
+        return {
+            width: {source: build_remaps(pair[width], space) for source, pair in mine.items() if width in pair}
+            for width, space in own.items()
+        }
+
+    def _pair_lane(self, own: Mapping[int, FlatSpace], lane: int, pair: Mapping[int, FlatSpace]) -> PairLane:
+        chunks = [chunk for number, chunk in self.chunks[self._rank] if number == lane]
+        into = {width: build_remaps(own[width], space) for width, space in pair.items()}
+        back = {width: build_remaps(space, own[width]) for width, space in pair.items()}
+        return PairLane(chunks, into, back)
+
+    def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
+        load = Load()
+        for source, row in sizes.items():
+            load.frames += sum(size > 0 for size in row)
+            for target in targets:
+                load.add(source, target, sum(self._of(source, target, row)))
+        return load
+
+    def _of(self, source: int, target: int, items: Sequence[_T]) -> list[_T]:
+        """Return those of a source's items, one per frame, that are for a target."""
+        return [item for (lane, _), item in zip(self.chunks[source], items, strict=True) if lane == self._lane[target]]
+
+    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
+        outgoing: dict[int, list[Sized]] = {}
+        incoming: dict[int, list[int]] = {}
+        if self._rank in self.chunks:
+            sized = list(zip(sizes[self._rank], frames, strict=True))
+            outgoing = {target: self._of(self._rank, target, sized) for target in targets}
+        if self._rank in targets:
+            incoming = {source: self._of(source, self._rank, row) for source, row in sizes.items()}
+        receiver = self._receiver
+
+        def take(source: int, number: int, frame: Tensor) -> None:
+            if receiver is not None:
+                chunks = self._of(source, self._rank, self.chunks[source])
+                receiver.take(frame, step_of_lane(step, chunks[number][0]).head(source, len(chunks), chunks[number][1]))
+
+        self._exchange.move(outgoing, incoming, targets, take, phases)
+
+
+class Routes(Mapping[RouteName, Route]):
+    """The routes of a channel by name, each built when it is first used: the tables of a route nobody takes would be wasted.
+
+    Args:
+        broadcast, p2p: build the route of this name.
+    """
+
+    def __init__(self, broadcast: Callable[[], Route], p2p: Callable[[], Route]) -> None:
+        self._makers: dict[RouteName, Callable[[], Route]] = {"broadcast": broadcast, "p2p": p2p}
+        self._made: dict[RouteName, Route] = {}
+
+    def __getitem__(self, name: RouteName) -> Route:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[RouteName]:
+        return iter(ROUTES)
+
+    def __len__(self) -> int:
+        return len(ROUTES)
