@@ -44,6 +44,7 @@ class SourceState:
         snapshot: what the receivers hold; None before the first `prepare`.
         error: what went wrong since `prepare`, or None.
         changed: elements of the prepared delta.
+        codecs: its segments by codec pair; known until `rollback`.
         relay: lanes of the broadcast route.
     """
 
@@ -56,6 +57,7 @@ class SourceState:
         self.chain = Chain()
         self.snapshot: Snapshot | None = None
         self.changed = 0
+        self.codecs: Mapping[str, int] = {}
         self.error: Exception | None = None
         self.relay: Lanes = RelayLanes(rank, schedule.chunks(rank))
         self._lanes: Lanes = self.relay
@@ -92,6 +94,7 @@ class SourceState:
             self._find(live, self.snapshot, self._outbox, phases, detector)
             with phases("encode"):
                 self._frames = self._outbox.close()
+            self.codecs = self._outbox.codecs
 
     def _take_over(self, live: Mapping[int, LiveSpace], snapshot: Snapshot, phases: Phases) -> None:
         # From here on the snapshot is ahead of the receivers: only a full sync may follow.
@@ -115,11 +118,6 @@ class SourceState:
                 with phases("encode"):
                     whole = known.whole(live[width], width, first, length) if prefers_dense(length, count, width) else None
                     outbox.add(chunk, first, length, found, whole)
-
-    @property
-    def codecs(self) -> Mapping[str, int]:
-        """Segments of the prepared delta by codec pair."""
-        return {} if self._outbox is None else self._outbox.codecs
 
     def frames(self) -> list[Tensor]:
         """Return the encoded delta, in the order of the route's lanes and their chunks; empty where nothing changed."""
@@ -158,7 +156,7 @@ class SourceState:
         """Forget what was prepared; the snapshot is as it was."""
         self._drop()
         self.error = None
-        self.changed = 0
+        self.changed, self.codecs = 0, {}
 
     def _drop(self) -> None:
         self._outbox, self._frames = None, []
