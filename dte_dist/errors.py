@@ -121,7 +121,11 @@ def to_wire(error: BaseException, size: int) -> bytes:
         >>> from_wire(to_wire(FrameError("cut short"), 64))
         FrameError('cut short')
     """
-    name, text = type(error).__name__, str(error)
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as inner:  # an error must not be lost because it cannot say what it is
+        text = f"(its text raises {type(inner).__name__})"
     if name not in _FAMILY:
         name, text = SyncFailed.__name__, f"{name}: {text}"
     encoded = f"{name}\n{text}".encode("utf-8", "backslashreplace")[:size]

@@ -20,7 +20,7 @@ from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype,
 from dte_dist.collectives.routes import RouteName
 from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
-from dte_dist.errors import PeerLost
+from dte_dist.errors import DeltaError, PeerLost
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport
 
@@ -170,10 +170,14 @@ def _sync(
     options, error = Options(), None
     into = said.get("into")
     try:
+        if into is module:
+            raise ValueError("into= must be another module: a rank that is both source and receiver has two copies")
         check_call(said.get("version"), said.get("mode", "delta"))
         options = _options(pg, src, said)
-    except Exception as caught:
+    except (ValueError, DeltaError) as caught:
         error = caught
+    except Exception as caught:  # an argument of a type that cannot be worked with
+        error = ValueError(f"an argument makes no sense: {type(caught).__name__}: {caught}")
     if not isinstance(module, torch.nn.Module | Layout):
         error = ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
@@ -181,15 +185,18 @@ def _sync(
         module = torch.nn.Module()  # it stands in, to tell them when they open one
     call = _Call(module, pg, options, error, route, said)
     running.join(module, into)
-    if not async_op:
-        return call.run()
-    work = call.start()
+    with torch.inference_mode(False), torch.no_grad():  # what a channel keeps must outlive a caller's inference_mode
+        if not async_op:
+            return call.run()
+        work = call.start()
     running.note(work.done, module, into)
     return work
 
 
 def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Options:
     into, timeout = said.get("into"), said.get("timeout", _TIMEOUT)
+    if into is not None and not isinstance(into, torch.nn.Module | Layout):
+        raise ValueError(f"into= must be a torch.nn.Module or a dte_dist.Layout, got {type(into).__name__}")
     return Options(
         sources=group_ranks(src, said.get("group_src"), group),
         bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),

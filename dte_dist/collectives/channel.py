@@ -8,6 +8,7 @@ this rank holds is kept for the next channel of the module.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 import traceback
@@ -51,15 +52,17 @@ class Channel:
         self.options, self.parts = options, parts
         self.rank = parts.control.rank
         self.broken: str | None = None
+        self._pid = os.getpid()
         self._board, self._wires = board, wires
 
     def close(self, why: str = "it was closed") -> None:
         """Leave the channel on purpose; the other ranks open a new one when they sync next."""
-        if self.broken is None:
+        if self.broken is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
             self._board.leave()
-            self._drop(why)
+            self.drop(why)
 
-    def _drop(self, why: str) -> None:
+    def drop(self, why: str) -> None:
+        """Drop the groups without a word."""
         if self.broken is None:
             self.broken = why
             for wire in self._wires:
@@ -104,7 +107,7 @@ class Channel:
             raise agreed.error from agreed.error.__cause__
         except PeerLost as error:
             if not sync.begun and self._board.left():
-                self._drop("another rank closed it")
+                self.drop("another rank closed it")
                 raise Abandoned from error
             raise self._break(error) from error
         except Exception as error:  # the machine failed, not the protocol: the others lose this rank
@@ -136,6 +139,7 @@ class Channel:
             receiver_version=receiver.chain.version if receiver else NONE, receiver_stream=receiver.chain.stream if receiver else 0,
             newest=max(state.chain.newest for state in (source, receiver) if state is not None),
             broken_off=int(source is not None and source.chain.broken_off),
+            disturbed=int(receiver is not None and receiver.disturbed),
             wanted=version if error is None and version is not None else NONE, full=int(reason > 0), reason=reason,
             proposal=secrets.randbits(62) + 1, changed=source.changed if source else 0,
         )  # fmt: skip
@@ -152,7 +156,7 @@ class Channel:
         if self.parts.source is not None:
             self.parts.source.chain.broken_off = True
         _forget_frames(error)  # they hold operations, which hold connections: peers would not learn that we left
-        self._drop(f"{type(error).__name__} in an earlier call: {error}")
+        self.drop(f"{type(error).__name__} in an earlier call: {error}")
         what = str(error) if isinstance(error, PeerLost) else f"rank {self.rank} failed: {type(error).__name__}: {error}"
         return PeerLost(self._board.agree(what))
 

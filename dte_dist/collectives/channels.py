@@ -7,7 +7,9 @@ without a seed.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
 from dte_dist.errors import PeerLost
-from dte_dist.layout import Layout
+from dte_dist.layout import Layout, refuse_overlaps
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.space import FlatSpace
@@ -40,6 +42,9 @@ from dte_dist.transport.relay import Relay
 __all__ = ["close", "find_or_open", "is_in_use"]
 
 Model = torch.nn.Module | Layout
+
+_EXIT_PATIENCE = 20.0
+_PID = os.getpid()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +106,19 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
 def is_in_use(group: dist.ProcessGroup) -> bool:
     """Return whether this rank has an open channel over a group."""
     return any(group in mine for mine in _channels.values())
+
+
+def _at_exit() -> None:
+    """Let syncs in the background end, or end them: a thread inside a collective would bring the interpreter down with it."""
+    if os.getpid() != _PID or running.finish(_EXIT_PATIENCE):
+        return
+    for channels in list(_channels.values()):
+        for channel in channels.values():
+            channel.drop("the process exits")
+    running.finish(_EXIT_PATIENCE)
+
+
+atexit.register(_at_exit)
 
 
 def _close_all(channels: dict[Any, Channel]) -> None:
@@ -226,7 +244,9 @@ class _Opening:
 
     def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> ReceiverState:
         rank, model = self.membership.rank, agreement.model
-        state = ReceiverState(mine.layout if mine.into is None else mine.into, model, rank)
+        layout = mine.layout if mine.into is None else mine.into
+        refuse_overlaps([entry.name for entry in layout.manifest.entries], layout.tensors())
+        state = ReceiverState(layout, model, rank)
         covers = _digest(model, model.receiver_spaces[rank])
         copy = _copies.setdefault(target, _Copy(state.chain, covers))
         if copy.covers != covers:  # some of it may never have been received

@@ -77,7 +77,10 @@ class Options:
             raise ValueError(f"anchor_interval must be a positive number of deltas or None, got {self.anchor_interval!r}")
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {self.timeout!r}")
-        if isinstance(self.wire_dtype, str) and self.wire_dtype != "receiver":
+        known = self.wire_dtype in (None, "receiver") if isinstance(self.wire_dtype, str | None) else (
+            isinstance(self.wire_dtype, torch.dtype | Mapping) or callable(self.wire_dtype)
+        )  # fmt: skip
+        if not known:
             raise ValueError(f'wire_dtype must be a dtype, a mapping, a function or "receiver", got {self.wire_dtype!r}')
 
     def differences(self, other: Options) -> list[str]:

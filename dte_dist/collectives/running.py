@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import Any
 
-__all__ = ["join", "note"]
+__all__ = ["finish", "join", "note"]
 
 _running: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()
 
@@ -23,3 +24,9 @@ def join(*modules: Any) -> None:
     for module in modules:
         if module is not None and (done := _running.pop(module, None)) is not None:
             done.wait()
+
+
+def finish(seconds: float) -> bool:
+    """Wait so long for all syncs in the background; return whether they have ended."""
+    deadline = time.monotonic() + seconds
+    return all(done.wait(max(0.0, deadline - time.monotonic())) for done in list(_running.values()))

@@ -45,7 +45,8 @@ class DeltaWork(dist.Work):
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # a thread starts on device 0
-            self._report = run()
+            with torch.no_grad():
+                self._report = run()
             if device is not None:
                 torch.cuda.current_stream().synchronize()
         except BaseException as error:  # wait() raises it in the caller's thread

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from dte_dist.codec import FrameHead
 from dte_dist.plan.schedule import Chunk
@@ -23,6 +23,7 @@ class Chain:
         stream: random number of the lineage.
         deltas: how many deltas since the last full sync.
         newest: the highest version ever held; numbers never go back, even where a version was lost.
+        marks: on a receiver, address and version counter of each tensor as the last commit left them.
         broken_off: a sync broke off, so that receivers may hold a version of this lineage that this source never came to.
     """
 
@@ -31,6 +32,7 @@ class Chain:
     deltas: int = 0
     newest: int = NONE
     broken_off: bool = False
+    marks: tuple[Any, ...] | None = None
 
     def move(self, version: int, stream: int, *, full: bool) -> None:
         """Move to a version that has been committed."""

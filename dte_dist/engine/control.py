@@ -32,6 +32,7 @@ class ControlRow:
         receiver_stream: lineage that the copy follows.
         newest: highest version this rank ever held, dirty since or not.
         broken_off: 1 on a source whose last sync broke off, see `Chain`.
+        disturbed: 1 if somebody else wrote to the receiver's copy since its last version.
         wanted: version that the caller asked for, or NONE.
         full: 1 if the source has prepared a full sync.
         reason: why it is full, a number of `REASONS`.
@@ -49,6 +50,7 @@ class ControlRow:
     receiver_stream: int = 0
     newest: int = NONE
     broken_off: int = 0
+    disturbed: int = 0
     wanted: int = NONE
     full: int = 0
     reason: int = 0
@@ -160,6 +162,8 @@ def _reason(rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequen
 
 
 def _why(row: ControlRow, base: int, stream: int) -> str:
+    if row.disturbed:
+        return "its weights were written to by others"
     if row.receiver_version == NONE:
         return "it had no version"
     if row.receiver_stream != stream:

@@ -1,6 +1,6 @@
 """A receiver's side of the version chain: frames are checked, translated and staged, then applied all or not at all.
 
-1. `begin` finds the live tensors of this sync.
+1. `begin` finds the live tensors of this sync. If somebody else wrote to them since the last commit, they have no version.
 2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed).
    The first error is kept in `error` and the rest of the sync is only drained, so that the ranks stay in step.
 3. `apply`, after the vote, writes what is staged. A receiver that fails inside it is dirty: it has no version until it is seeded.
@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ class ReceiverState:
     Attributes:
         error: the first error of this sync, or None.
         remaps: tables from the sources' own spaces.
+        disturbed: True if somebody else wrote to the live copy, or replaced it, since the last commit: it is seeded then.
         chain: version and lineage; version NONE means never seeded, being seeded, or dirty.
     """
 
@@ -51,6 +53,8 @@ class ReceiverState:
         }  # fmt: skip
         self._staged = StagedPatch()
         self._targets: Mapping[int, Target] = {}
+        self._tensors: Sequence[Tensor] = []
+        self.disturbed = False
 
     def begin(self, remaps: Mapping[int, Mapping[int, Sequence[Remap]]] | None = None) -> None:
         """Find the live tensors, as they are at this moment; nothing is staged yet.
@@ -60,10 +64,13 @@ class ReceiverState:
         """
         self._staged.clear()
         self.error = None
-        tensors = self._layout.tensors()
+        self._tensors = self._layout.tensors()
+        self.disturbed = self.chain.version != NONE and self.chain.marks not in (None, _marks(self._tensors))
+        if self.disturbed:
+            self.chain.version = NONE
         tables = self.remaps if remaps is None else remaps
         self._targets = {
-            width: Target(FlatTensors([tensors[entry] for entry in space.pieces.entry.tolist()], width, space.starts), tables[width])
+            width: Target(FlatTensors([self._tensors[entry] for entry in space.pieces.entry.tolist()], width, space.starts), tables[width])
             for width, space in self._spaces.items()
         }
 
@@ -103,10 +110,17 @@ class ReceiverState:
     def commit(self, version: int, stream: int, *, full: bool = False) -> None:
         """Move to `version`."""
         self.chain.move(version, stream, full=full)
+        self.chain.marks = _marks(self._tensors)
         self.rollback()
 
     def rollback(self) -> None:
         """Forget what is staged."""
         self._staged.clear()
         self._targets = {}
+        self._tensors = []
         self.error = None
+
+
+def _marks(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no writes."""
+    return tuple([(tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for tensor in tensors])

@@ -138,7 +138,7 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
         [1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
     """
     count, blocks = positions.numel(), -(-length // _BLOCK)
-    stream = torch.empty(4 * blocks + 2 * count, dtype=torch.uint8)
+    stream = torch.empty(4 * blocks + 2 * count, dtype=torch.uint8, device="cpu")
     loops.encode_u16(_address(positions, dtype=torch.int32), count, blocks, stream.data_ptr())
     return stream
 
@@ -172,18 +172,18 @@ def warm(widths: Iterable[int]) -> None:
     """Compile every loop for these widths by running it on a few elements."""
     wanted = set(widths)
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
-        flat, bits = _One(torch.zeros(4, dtype=dtype)), torch.zeros(4, dtype=dtype)
+        flat, bits = _One(torch.zeros(4, dtype=dtype, device="cpu")), torch.zeros(4, dtype=dtype, device="cpu")
         for counter in _COUNTERS:
-            positions = torch.arange(4, dtype=counter)
+            positions = torch.arange(4, dtype=counter, device="cpu")
             sorted_below(positions, 4)
             scatter(flat, positions, bits)
             put(bits, positions, gather(bits, positions))
-        diff(flat, 0, 4, bits, torch.zeros(4, dtype=torch.int32), bits.clone())
+        diff(flat, 0, 4, bits, torch.zeros(4, dtype=torch.int32, device="cpu"), bits.clone())
         write(flat, 0, bits)
         read(flat, 0, bits)
-    positions = torch.arange(4, dtype=torch.int32)
+    positions = torch.arange(4, dtype=torch.int32, device="cpu")
     decode_u16(encode_u16(positions, 4), 4, 4, positions)
-    checksum(torch.zeros(8, dtype=torch.uint8))
+    checksum(torch.zeros(8, dtype=torch.uint8, device="cpu"))
 
 
 class _One:

@@ -28,7 +28,7 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
         int64 positions in the receiver's space, and their bits.
     """
     count = len(positions)
-    out, kept = torch.empty(count, dtype=torch.int64), torch.empty_like(bits)
+    out, kept = torch.empty(count, dtype=torch.int64, device="cpu"), torch.empty_like(bits)
     entry = int(np.searchsorted(remap.end, first, side="right"))
     found = remap_loops.translate(
         remap.tables(), entry, SAMPLES[bits.dtype], first, positions.data_ptr(), bits.data_ptr(), count, out.data_ptr(), kept.data_ptr()
@@ -63,8 +63,8 @@ def warm(widths: Iterable[int]) -> None:
     """Compile every loop of translation for these widths by running it on one element."""
     wanted = set(widths)
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
-        bits = torch.zeros(1, dtype=dtype)
-        translate(_Identity(), 0, torch.zeros(1, dtype=torch.int32), bits)
+        bits = torch.zeros(1, dtype=dtype, device="cpu")
+        translate(_Identity(), 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits)
         place(_Identity(), 0, bits, _One(bits.clone()))
 
 

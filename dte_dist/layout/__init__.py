@@ -9,6 +9,7 @@ from dte_dist.layout.dtypes import DTYPES
 from dte_dist.layout.layout import Layout
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.names import Rename, Select, canonical_name
+from dte_dist.layout.overlaps import refuse_overlaps
 from dte_dist.layout.placement import WHOLE, Coordinates, Entry, MeshSpec, Placement
 from dte_dist.layout.sharding import ShardSpec
 
@@ -31,4 +32,5 @@ __all__ = [
     "canonical_name",
     "chunk_bounds",
     "cut_block",
+    "refuse_overlaps",
 ]

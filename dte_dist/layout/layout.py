@@ -158,7 +158,7 @@ class Layout:
             self._check(index, objects[index])
         local = _locals(objects)
         marks = _marks(local)
-        moved = [] if marks == self._marks else _differing(map(ne, zip(*marks, strict=True), zip(*self._marks, strict=True)))
+        moved = [] if marks == self._marks else _differing(map(ne, marks, self._marks))
         for index in moved:
             self._check(index, objects[index])
         if replaced or moved:
@@ -237,9 +237,10 @@ def _locals(objects: Sequence[Any]) -> list[Tensor]:
     return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(settled, objects))
 
 
-def _marks(local: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Return what tells cheaply that a tensor is still the one that was checked: addresses and sizes."""
-    return list(map(Tensor.data_ptr, local)), list(map(Tensor.numel, local))
+def _marks(local: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """Return what tells cheaply that a tensor is still the one that was checked: address, size, strides and dtype."""
+    dtypes = [tensor.dtype for tensor in local]
+    return list(zip(map(Tensor.data_ptr, local), map(Tensor.numel, local), map(Tensor.stride, local), dtypes, strict=True))
 
 
 def _differing(differences: Iterable[bool]) -> list[int]:

@@ -25,7 +25,7 @@ class Buffers:
     __slots__ = ("_pair",)
 
     def __init__(self) -> None:
-        self._pair = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._pair = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
     def get(self, number: int, size: int, device: torch.device) -> Tensor:
         """Return `size` bytes of buffer `number % 2`; what it held before is lost."""

@@ -13,10 +13,11 @@ message that is too long and takes a short one in silence.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ __all__ = ["LossBoard", "Membership", "Pending", "Wire"]
 
 _BOARD_PATIENCE = timedelta(seconds=5)
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _LOST = "start the lost rank again or form a group of the survivors, and call again with that group"
 
 
@@ -66,11 +68,16 @@ class Membership:
         if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
             raise ValueError("this rank is not a member of the group: call on the members only (after init_process_group)")
         store, counter = pg.get_group_store(), f"dte_dist/opened_by/{pg.rank()}"
-        try:
+
+        def take_number() -> int:
             number = store.add(counter, 1)
             while store.check([f"dte_dist/{number}/lost/writers"]):
                 number = store.add(counter, 1)
-        except RuntimeError as error:
+            return number
+
+        try:
+            number = within(timeout, take_number)
+        except (RuntimeError, TimeoutError) as error:
             raise PeerLost(f"the store of the group cannot be reached: {error}", fix=_LOST) from error
         ranks = tuple(dist.get_process_group_ranks(pg))
         backends = str(dist.get_backend_config(pg))
@@ -111,29 +118,56 @@ class LossBoard:
 
     def leave(self) -> None:
         """Say that this rank closes the channel on purpose."""
-        try:
-            self._store.set(f"left/{self._rank}", "")
-        except RuntimeError as error:  # the store lives on a rank too, perhaps one that is gone
-            _log.debug("the store cannot be reached: %s", error)
+        self._ask(lambda: self._store.set(f"left/{self._rank}", ""))
 
     def left(self) -> list[int]:
         """Return the ranks that closed the channel on purpose."""
-        try:
-            return [rank for rank in range(self._size) if self._store.check([f"left/{rank}"])]
-        except RuntimeError as error:
-            _log.debug("the store cannot be reached: %s", error)
-            return []
+        found = self._ask(lambda: [rank for rank in range(self._size) if self._store.check([f"left/{rank}"])])
+        return found or []
 
     def agree(self, text: str) -> str:
         """Return the text of the first rank that called, or `text` itself if the store cannot be reached any more."""
-        try:
+
+        def exchange() -> str:
             if self._store.add("writers", 1) == 1:
                 self._store.set("text", text)
             self._store.wait(["text"], _BOARD_PATIENCE)
             return self._store.get("text").decode()
-        except RuntimeError as error:  # its rank may be the lost one
+
+        return self._ask(exchange) or text
+
+    def _ask(self, call: Callable[[], _T]) -> _T | None:
+        """Ask the store; None, in bounded time, if it cannot answer: it lives on a rank too, perhaps on the one that is gone."""
+        try:
+            return within(_BOARD_PATIENCE, call)
+        except (RuntimeError, TimeoutError) as error:
             _log.debug("the store cannot be reached: %s", error)
-            return text
+            return None
+
+
+def within(patience: timedelta, call: Callable[[], _T]) -> _T:
+    """Call something that may block for ever, in a thread of its own.
+
+    Raises:
+        TimeoutError: it has not returned in this time; the thread is left behind.
+    """
+    answers: list[_T] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:  # raised in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="dte_dist store", daemon=True)
+    thread.start()
+    thread.join(patience.total_seconds())
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer in {patience.total_seconds()} s")
+    return answers[0]
 
 
 class Wire:
@@ -174,18 +208,20 @@ class Wire:
     def rows(self, row: np.ndarray) -> np.ndarray:
         """Gather one int64 row of the same length from every member; return int64[members, len(row)]."""
         mine = torch.from_numpy(np.ascontiguousarray(row, np.int64))
-        table = torch.empty(len(self.members), len(row), dtype=torch.int64)
+        table = torch.empty(len(self.members), len(row), dtype=torch.int64, device="cpu")
         self._start("exchange a row", self.members, lambda: self._backend.allgather([list(table.unbind())], [mine])).wait()
         return table.numpy()
 
     def texts(self, text: bytes) -> list[bytes]:
         """Gather bytes of the same length from every member."""
-        padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), np.int64)
+        padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), np.int64).copy()
         return [row.tobytes()[: len(text)] for row in self.rows(padded)]
 
     def share(self, owner: int, data: bytes, size: int) -> bytes:
         """Send `size` bytes from `owner` to all members; every member returns them."""
-        buffer = torch.from_numpy(np.frombuffer(data, np.uint8).copy()) if self.rank == owner else torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        if self.rank == owner:
+            buffer.numpy()[:] = np.frombuffer(data, np.uint8)
         self.broadcast(buffer, owner).wait()
         return buffer.numpy().tobytes()
 
