@@ -61,7 +61,7 @@ class SyncReport:
         seeded: group ranks that were seeded densely.
         route: the way that frames took, "broadcast" or "p2p".
         busiest_bytes: bytes of frames that the busiest rank sent, or received, whichever is more.
-        seconds: of the whole call on this rank; with async_op, from the call to the end of the work.
+        seconds: of the whole call on this rank, opening the channel included; with async_op, from the call to the end of the work.
         phases: seconds by phase, on this rank; see `PHASES`.
         codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, Unpack, overload
 
@@ -219,6 +220,7 @@ class _Call:
     error: Exception | None
     route: RouteName
     said: CallOptions
+    begin: float = field(default_factory=time.perf_counter)
 
     def run(self) -> SyncReport:
         """Sync; where another rank had closed the channel, open a new one with it first."""
@@ -245,7 +247,7 @@ class _Call:
         said = self.said
         channel = find_or_open(self.module, self.group, said.get("into"), self.options, self.error)
         version, mode, detector = said.get("version"), said.get("mode", "delta"), said.get("detector")
-        return channel, channel.prepare(version, mode, detector, self.route, lambda: self._check(channel))
+        return channel, channel.prepare(version, mode, detector, self.route, self.begin, check=lambda: self._check(channel))
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""

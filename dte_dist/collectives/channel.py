@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -69,15 +68,16 @@ class Channel:
                 wire.close()
 
     def prepare(
-        self, version: int | None, mode: str, detector: Detector | None, route: RouteName, check: Callable[[], None]
+        self, version: int | None, mode: str, detector: Detector | None, route: RouteName, begin: float, *, check: Callable[[], None]
     ) -> Prepared:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
             version, mode, detector, route: of the call.
+            begin: when it began, `time.perf_counter`.
             check: raises if the arguments of the call make no sense.
         """
-        phases, begin = Phases(), time.perf_counter()
+        phases = Phases()
         source, receiver = self.parts.source, self.parts.receiver
         reason, error = self._full_reason(mode), None
         try:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -92,6 +93,8 @@ def _same(a: Any, b: Any) -> bool:
     """Compare two values of an option; functions by code and by what they close over, since a lambda is made anew at each call."""
     if a is b:
         return True
+    if isinstance(a, partial) and isinstance(b, partial):
+        return _same(a.func, b.func) and (a.args, a.keywords) == (b.args, b.keywords)
     if hasattr(a, "__code__") and hasattr(b, "__code__"):
         return all(_parts(a, name) == _parts(b, name) for name in ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__self__"))
     return bool(a == b)

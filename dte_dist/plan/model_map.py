@@ -148,7 +148,7 @@ class ModelMap:
             if entry.shape != slot.shape:
                 _differ("shapes differ", ranks, entry.name, slot.shape, entry.shape)
             if entry.dtype != slot.dtype:
-                fix = 'pass wire_dtype= (a dtype, a mapping by name, or "receiver") so that sources cast, or give both sides one dtype'
+                fix = 'pass wire_dtype= (a dtype, a mapping by name, or "receiver") to cast, or src= if this rank is a source too'
                 raise LayoutMismatch("dtypes differ", slot=entry.name, ranks=ranks, expected=slot.dtype, got=entry.dtype, fix=fix)
             seen.add(index)
         for group in holding.manifest.ties:
