@@ -80,16 +80,16 @@ def four_to_two(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
     """4 sources sharded by rows, 2 receivers by columns: what a receiver gets on each route, and whether it is right."""
     sources, receivers = [0, 1, 2, 3], [4, 5]
     module = _module(_shard(_truth(0), sources, rank, 0) if rank < 4 else _shard(torch.zeros_like(_truth(0)), receivers, rank, 1))
-    figures, step = {}, 0
-    for name, collective in (("seed", dte_dist.delta_p2p), ("broadcast", dte_dist.delta_broadcast), ("p2p", dte_dist.delta_p2p)):
+    figures = {}
+    calls = (("seed", dte_dist.delta_p2p), ("broadcast", dte_dist.delta_broadcast), ("p2p", dte_dist.delta_p2p))
+    for step, (name, collective) in enumerate(calls):
         with _Counted() as counted:
             report = collective(module, src=sources)
         expected = _truth(step)
         wrong = 0 if rank < 4 else int(not same_bits(_local(module), expected.chunk(2, 1)[receivers.index(rank)].contiguous()))
         figures[name] = (report.wire_bytes, counted.received, wrong)
-        step += 1
         if rank < 4:
-            _local(module).copy_(_truth(step).chunk(4, 0)[rank])
+            _local(module).copy_(_truth(step + 1).chunk(4, 0)[rank])
     dte_dist.close(module)
     return figures
 
