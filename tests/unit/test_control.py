@@ -116,7 +116,9 @@ def test_a_row_comes_back_from_its_int64_form(numbers: list[int], sizes: list[in
     row = ControlRow(*numbers)
     packed = row.pack(sizes, len(sizes) + spare)
     assert packed.dtype == np.int64
-    assert ControlRow.unpack(packed) == (row, sizes + [0] * spare)
+    assert ControlRow.columns() == FIELDS
+    assert ControlRow.unpack(packed) == row
+    assert packed[FIELDS:].tolist() == sizes + [0] * spare
 
 
 def test_receivers_at_the_version_of_the_sources_get_a_delta() -> None:
@@ -208,8 +210,9 @@ def test_different_versions_are_named_with_who_wants_what(rows: list[ControlRow]
 
 
 def test_a_version_that_would_not_fit_is_refused() -> None:
-    with pytest.raises(VersionError, match="does not fit"):
+    with pytest.raises(VersionError, match="does not fit") as caught:
         decide([source(wanted=1 << 62), receiver()], 0)
+    assert type(caught.value) is VersionError
     assert decide([source(wanted=(1 << 62) - 1), receiver()], 0).version == (1 << 62) - 1
 
 

@@ -26,6 +26,7 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.tensor(7))
         self.register_buffer("cache", torch.zeros(9), persistent=False)
         self.register_parameter("absent", None)
+        self.register_buffer("unset", None)
 
 
 NAMES = ["embed.weight", "head.weight", "nothing", "scale", "steps"]
@@ -114,9 +115,11 @@ CHANGES = {
     "fewer rows of the same storage": (cut_rows, "another shape.*slot 'embed.weight'"),
     "another dtype": (lambda m: m.to(torch.bfloat16), "another dtype.*slot 'embed.weight'.*expected float32; got bfloat16"),
     "meta": (lambda m: m.to("meta"), "meta device.*slot 'embed.weight'"),
-    "a parameter set to None": (lambda m: setattr(m, "scale", None), "no longer has this tensor.*slot 'scale'"),
+    "a parameter set to None": (lambda m: setattr(m, "scale", None), "came or went.*slot 'scale'"),
+    "a parameter that was None": (lambda m: setattr(m, "absent", nn.Parameter(torch.zeros(2))), "came or went.*slot 'absent'"),
+    "a buffer that was None": (lambda m: setattr(m, "unset", torch.zeros(2)), "came or went.*slot 'unset'"),
     "a parameter deleted": (lambda m: delattr(m, "scale"), "came or went.*slot 'scale'"),
-    "a parameter renamed": (lambda m: (delattr(m, "scale"), setattr(m, "other", nn.Parameter(torch.zeros(())))), "slot 'scale'"),
+    "a parameter renamed": (lambda m: (delattr(m, "scale"), setattr(m, "other", nn.Parameter(torch.zeros(())))), "slot 'other'"),
     "a module added": (lambda m: setattr(m, "new", nn.Linear(1, 1)), "came or went.*slot 'new.bias'"),
     "a module of another shape": (lambda m: setattr(m, "head", nn.Linear(3, 6, bias=False)), "another shape.*slot 'head.weight'"),
     "a module taken out": (lambda m: setattr(m, "head", None), "came or went.*slot 'head.weight'"),
@@ -147,6 +150,17 @@ def test_an_empty_parameter_that_is_no_longer_tied_is_noticed():
     module["b"] = nn.Parameter(torch.zeros(0))
     with pytest.raises(LayoutMismatch, match="share storage"):
         layout.tensors()
+
+
+def test_a_bias_that_comes_while_a_submodule_keeps_its_keys_is_noticed():
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    layout = Layout.from_module(module)
+    assert len(layout.tensors()) == 3
+    module[0].bias = nn.Parameter(torch.zeros(2))
+    with pytest.raises(LayoutMismatch, match=r"came or went.*slot '0\.bias'"):
+        layout.tensors()
+    module[0].bias = None
+    assert len(layout.tensors()) == 3
 
 
 def test_a_tensor_that_moved_to_another_kind_of_device_is_refused():

@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dte_dist.change.snapshot import Detector
-from dte_dist.codec import FrameHead
-from dte_dist.engine.control import NONE
+from dte_dist.codec import FrameHead, FrameWriter
+from dte_dist.codec.index import INDEX_CODECS
+from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState
-from dte_dist.errors import DeltaError, FrameError, LayoutMismatch, VersionError, VersionGap, VersionReplay, VersionRestart
+from dte_dist.engine.source import SourceState, most_size, seed_size
+from dte_dist.errors import FrameError, LayoutMismatch, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.layout import Layout
 from dte_dist.plan.model_map import Holding, ModelMap, WireTypes
-from dte_dist.plan.schedule import Schedule
+from dte_dist.plan.schedule import SEGMENT, Chunk, Schedule
 from dte_dist.report import Phases
 
 Tamper = Callable[[list[Tensor]], list[Tensor]]
@@ -50,51 +52,58 @@ class Pair:
         self.model = ModelMap({0: replace(ours, wire=wire)}, {1: theirs})
         totals = {width: space.numel for width, space in self.model.source_spaces[0].items()}
         self.schedule = Schedule({0: totals}, bucket_bytes)
-        self.source = SourceState(self.layouts[0], self.model, 0, self.schedule, SCHEMA, detector=detector)
+        self.source = SourceState(self.layouts[0], self.model, 0, self.schedule, SCHEMA)
         self.receiver = ReceiverState(self.layouts[1], self.model, 1)
+        self.detector = detector
         if seed:
             self.seed()
 
-    def rounds(self) -> Iterator[int]:
-        return iter(range(self.schedule.rounds))
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.schedule.chunks(0)
 
-    def head(self, chunk: object, **fields: object) -> FrameHead:
-        at, version = self.receiver.chain, self.receiver.chain.version + 1
-        known = dict(schema=SCHEMA, stream=at.stream, base=at.version, version=version, source=0, count=self.schedule.count(0), seed=False)
-        of_chunk = {name: getattr(chunk, name) for name in ("number", "width", "first", "length")}
-        return FrameHead(**{**known, **of_chunk, **fields})  # type: ignore[arg-type]
+    def head(self, chunk: Chunk, *, source: int = 0, seed: bool | None = None, **step: int) -> FrameHead:
+        """What the receiver expects a frame to say: the next version after its own, unless told otherwise."""
+        at = self.receiver.chain
+        known = {"schema": SCHEMA, "stream": at.stream, "base": at.version, "version": at.version + 1, **step}
+        head = Step(**known).head(source, len(self.chunks), chunk)
+        return head if seed is None else replace(head, seed=seed)
 
     def seed(self, version: int = 1, stream: int = STREAM, tamper: Tamper | None = None) -> None:
         self.source.prepare(version, True, Phases())
+        self.place(version, stream, tamper)
+
+    def place(self, version: int, stream: int = STREAM, tamper: Tamper | None = None) -> None:
+        """Send the snapshot as it is."""
+        frames = self.seed_frames(version, stream)
         self.receiver.begin()
-        for number in self.rounds():
-            frames = self.seed_frames(number, version, stream)
-            for chunk, frame in zip(self.schedule.round(0, number), tamper(frames) if tamper else frames, strict=True):
-                self.receiver.take(frame, self.head(chunk, base=NONE, version=version, stream=stream, seed=True))
-        if self.receiver.error is not None:
-            error = self.receiver.error
-            self.receiver.rollback()
-            self.source.rollback()
+        for chunk, frame in zip(self.chunks, tamper(frames) if tamper else frames, strict=True):
+            self.receiver.take(frame, self.head(chunk, base=NONE, version=version, stream=stream))
+        error = self.source.error or self.receiver.error
+        if error is not None:
+            self.rollback()
             raise error
         self.receiver.commit(version, stream)
         self.source.commit(version, stream, full=True)
 
-    def seed_frames(self, number: int, version: int, stream: int) -> list[Tensor]:
-        """Let the source write its dense frames into buffers of the sizes it said."""
-        buffers = [torch.empty(size, dtype=torch.uint8) for size in self.source.seed_sizes(number)]
-        for write, buffer in zip(self.source.seed_frames(number, version, stream), buffers, strict=True):
+    def seed_frames(self, version: int, stream: int = STREAM) -> list[Tensor]:
+        """Let the source write its dense frames into buffers of the sizes that all ranks know."""
+        buffers = [torch.empty(seed_size(chunk), dtype=torch.uint8) for chunk in self.chunks]
+        for write, buffer in zip(self.source.seed_frames(Step(SCHEMA, stream, NONE, version)), buffers, strict=True):
             write(buffer)
         return buffers
 
     def prepare(self) -> list[Tensor]:
         """Return all frames of the next delta."""
-        self.source.prepare(self.source.chain.version + 1, False, Phases())
-        return [frame for number in self.rounds() for frame in self.source.frames(number)]
+        self.source.prepare(self.source.chain.version + 1, False, Phases(), self.detector)
+        frames = self.source.frames()
+        assert all(len(frame) <= most_size(chunk) for frame, chunk in zip(frames, self.chunks, strict=True))
+        return frames
 
-    def deliver(self, frames: list[Tensor], **expected: object) -> Exception | None:
+    def deliver(self, frames: list[Tensor], **expected: int) -> Exception | None:
         """Let the receiver take frames and return what it says."""
         self.receiver.begin()
-        for chunk, frame in zip(self.schedule.chunks(0), frames, strict=True):
+        for chunk, frame in zip(self.chunks, frames, strict=True):
             if len(frame):
                 self.receiver.take(frame, self.head(chunk, **expected))
         return self.receiver.error
@@ -131,7 +140,7 @@ def weights(*numels: int, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
 
 def test_a_seed_and_deltas_keep_the_copy_bit_equal() -> None:
     pair = Pair(weights(300, 20), bucket_bytes=256)
-    assert pair.schedule.count(0) == 5 and same_bits(pair.trained, pair.copy)
+    assert len(pair.chunks) == 5 and same_bits(pair.trained, pair.copy)
     for step in range(5):
         pair.trained["w0"][step :: 7 + step] += 1.0
         assert pair.sync() == len(range(step, 300, 7 + step))
@@ -199,7 +208,7 @@ def swap_words(frame: Tensor, a: int, b: int) -> Tensor:
     return damaged
 
 
-DAMAGES: dict[str, Tamper] = {
+FRAME_DAMAGES: dict[str, Tamper] = {
     "a bit of a value flipped": lambda f: [f[0], flip(f[1], -8), f[2]],
     "a bit of the head flipped": lambda f: [f[0], flip(f[1], 40), f[2]],
     "the same bit flipped in two words": lambda f: [f[0], flip(flip(f[1], -8), -16), f[2]],
@@ -210,17 +219,19 @@ DAMAGES: dict[str, Tamper] = {
     "zeros": lambda f: [f[0], torch.zeros_like(f[1]), f[2]],
     "two frames swapped": lambda f: [f[1], f[0], f[2]],
     "one frame twice": lambda f: [f[0], f[0], f[2]],
-    "not a frame tensor": lambda f: [f[0], f[1].view(torch.int64), f[2]],
 }
+DAMAGES = [(damage, FrameError) for damage in FRAME_DAMAGES.values()]
+DAMAGES += [(lambda f: [f[0], f[1].view(torch.int64), f[2]], ValueError)]
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_frame_two_of_three_damaged_leaves_the_old_version_whole(damage: Tamper) -> None:
+@pytest.mark.parametrize(("damage", "kind"), DAMAGES, ids=[*FRAME_DAMAGES, "not a frame tensor"])
+def test_frame_two_of_three_damaged_leaves_the_old_version_whole(damage: Tamper, kind: type[Exception]) -> None:
     pair = Pair(weights(192), bucket_bytes=256)
     before = bits(pair.copy["w0"])
     pair.trained["w0"].neg_()
-    with pytest.raises((FrameError, ValueError)):
+    with pytest.raises(kind) as caught:
         pair.sync(damage)
+    assert type(caught.value) is kind
     assert bits(pair.copy["w0"]) == before and pair.receiver.chain.version == pair.source.chain.version == 1
     assert pair.sync() == 192 and same_bits(pair.trained, pair.copy)
 
@@ -282,7 +293,7 @@ def test_a_receiver_that_fails_while_it_writes_has_no_version() -> None:
     ],
     ids=["gap", "replay", "old replay", "other step", "restart", "other model", "other source", "delta for seed"],
 )
-def test_a_frame_off_the_chain_is_told_apart_by_name_and_touches_nothing(held: dict[str, object], kind: type[Exception]) -> None:
+def test_a_frame_off_the_chain_is_told_apart_by_name_and_touches_nothing(held: dict[str, int], kind: type[Exception]) -> None:
     pair = Pair(weights(64), seed=False)
     pair.seed(3)
     before = bits(pair.copy["w0"])
@@ -351,32 +362,221 @@ def test_a_detector_may_name_too_many() -> None:
     assert pair.sync() == 100 and same_bits(pair.trained, pair.copy)
 
 
-RUBBISH = {
-    "descending": lambda live, known: torch.tensor([3, 2]),
-    "twice": lambda live, known: torch.tensor([2, 2]),
-    "negative": lambda live, known: torch.tensor([-1, 2]),
-    "past the end": lambda live, known: torch.tensor([1, len(live)]),
-    "beyond 32 bits": lambda live, known: torch.tensor([1, 1 << 32]),
-    "a mask": lambda live, known: live != known,
-    "floats": lambda live, known: torch.tensor([1.0]),
-    "two dimensions": lambda live, known: torch.tensor([[1], [2]]),
-    "a list": lambda live, known: [1, 2],
-    "nothing": lambda live, known: None,
-    "raising": lambda live, known: 1 // 0,
+RUBBISH: dict[str, tuple[Any, type[Exception]]] = {
+    "descending": (lambda live, known: torch.tensor([3, 2]), ValueError),
+    "twice": (lambda live, known: torch.tensor([2, 2]), ValueError),
+    "negative": (lambda live, known: torch.tensor([-1, 2]), ValueError),
+    "past the end": (lambda live, known: torch.tensor([1, len(live)]), ValueError),
+    "beyond 32 bits": (lambda live, known: torch.tensor([1, 1 << 32]), ValueError),
+    "a mask": (lambda live, known: live != known, ValueError),
+    "floats": (lambda live, known: torch.tensor([1.0]), ValueError),
+    "two dimensions": (lambda live, known: torch.tensor([[1], [2]]), ValueError),
+    "a list": (lambda live, known: [1, 2], AttributeError),
+    "nothing": (lambda live, known: None, AttributeError),
+    "raising": (lambda live, known: 1 // 0, ZeroDivisionError),
 }
 
 
-@pytest.mark.parametrize("detector", RUBBISH.values(), ids=RUBBISH)
-def test_a_detector_that_returns_rubbish_fails_in_prepare_and_nothing_moves(detector: Detector) -> None:
+@pytest.mark.parametrize(("detector", "kind"), RUBBISH.values(), ids=RUBBISH)
+def test_a_detector_that_returns_rubbish_fails_in_prepare_and_nothing_moves(detector: Detector, kind: type[Exception]) -> None:
     pair = Pair(weights(100), detector=detector)
     snapshot = bits(pair.source.snapshot.bits[4])
     pair.trained["w0"][:5] += 1
-    with pytest.raises((ValueError, AttributeError, ZeroDivisionError)):
+    with pytest.raises(kind) as caught:
         pair.prepare()
+    assert type(caught.value) is kind
     pair.rollback()
     assert pair.source.changed == 0 and pair.source.chain.version == 1 and bits(pair.source.snapshot.bits[4]) == snapshot
-    pair.source.snapshot._detector = None
+    pair.detector = None
     assert pair.sync() == 5 and same_bits(pair.trained, pair.copy)
+
+
+def test_every_sync_may_have_another_detector() -> None:
+    pair = Pair(weights(100))
+    asked = []
+
+    def named(name: str) -> Detector:
+        return lambda live, known: (asked.append(name), differing(live, known))[1]
+
+    for detector in (named("one"), None, named("two"), named("two"), None):
+        pair.detector = detector
+        pair.trained["w0"][len(asked)] += 1
+        assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)
+    assert asked == ["one", "two", "two"]
+
+
+@pytest.mark.parametrize("wire", [None, {"w": "bfloat16"}], ids=["as held", "cast"])
+def test_a_detector_gets_copies_and_what_it_does_to_them_is_nobodys_loss(wire: WireTypes) -> None:
+    def spoiling(live: Tensor, known: Tensor) -> Tensor:
+        found = differing(live, known)
+        live.fill_(7)
+        known.fill_(7)
+        return found
+
+    copy = {"w": torch.zeros(100, dtype=torch.bfloat16 if wire else torch.float32)}
+    pair = Pair({"w": torch.randn(100)}, copy, wire=wire, detector=spoiling)
+    for step in range(3):
+        pair.trained["w"][step::10] += 1
+        trained = bits(pair.trained["w"])
+        assert pair.sync() == 10
+        assert bits(pair.trained["w"]) == trained
+        assert bits(pair.copy["w"]) == bits(pair.trained["w"].to(copy["w"].dtype)) == bits(pair.source.snapshot.bits[copy["w"].itemsize])
+
+
+# What is sent, and how --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "in the middle", "last"])
+@pytest.mark.parametrize("bucket_bytes", [SEGMENT, 4 * SEGMENT], ids=["frames of their own", "one frame"])
+def test_a_dense_segment_next_to_sparse_ones_arrives_right(at: int, bucket_bytes: int) -> None:
+    length = 2 * SEGMENT + 999
+    pair = Pair({"w": torch.zeros(length, dtype=torch.uint8)}, bucket_bytes=bucket_bytes)
+    whole = slice(at * SEGMENT, (at + 1) * SEGMENT)
+    pair.trained["w"][::29_000] = pair.trained["w"][-40:] = 9
+    pair.trained["w"][whole] = torch.arange(len(range(length)[whole])) % 251 + 1
+    pair.trained["w"][whole][17] = 0  # did not change, but is sent with the rest of its segment
+    frames = pair.prepare()
+    assert sum(map(bool, map(len, frames))) == (1 if bucket_bytes > SEGMENT else 3)
+    assert pair.source.codecs == {"dense+raw": 1, "u16+raw": 2}
+    assert pair.deliver(frames) is None
+    assert not pair.copy["w"].any()
+    pair.commit()
+    assert torch.equal(pair.trained["w"], pair.copy["w"]) and torch.equal(pair.source.snapshot.bits[1], pair.trained["w"])
+    assert pair.sync() == 0
+
+
+def test_codecs_count_the_segments_of_the_delta_until_it_is_forgotten() -> None:
+    pair = Pair(weights(SEGMENT + 100))
+    assert pair.source.codecs == {}
+    pair.trained["w0"][[1, SEGMENT // 2]] += 1
+    pair.trained["w0"][SEGMENT:].neg_()
+    pair.deliver(pair.prepare())
+    expected = {"i32+raw": 2, "dense+raw": 1}  # a chunk has at most 2^18 elements here
+    assert pair.source.codecs == expected
+    pair.commit()
+    assert pair.source.codecs == expected  # for the report, which comes last
+    pair.rollback()
+    assert pair.source.codecs == {}
+    assert pair.sync() == 0 and pair.source.codecs == {}
+
+
+def frame_of(pair: Pair, number: int, parts: list[tuple[int, Tensor | None, Tensor]], version: int = 2) -> Tensor:
+    """A seed frame that a source would not make, of segments (first, positions, bits)."""
+    writer = FrameWriter(pair.head(pair.chunks[number], base=NONE, version=version), "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dte_dist.codec.frame.choose_index", lambda count, length: INDEX_CODECS[1])
+        for first, positions, values in parts:
+            if positions is None:
+                writer.add_dense(first, values)
+            else:
+                writer.add(first, len(values), positions.int(), values[positions])
+    return writer.finish()
+
+
+SEEDS: dict[str, list[tuple[int, Tensor | None, Tensor]]] = {
+    "sparse": [(64, torch.tensor([0, 5]), torch.arange(64).int())],
+    "sparse, but all of it": [(64, torch.arange(64), torch.arange(64).int())],
+    "its front half": [(64, None, torch.arange(32).int())],
+    "its back half": [(96, None, torch.arange(32).int())],
+    "a hole in it": [(64, None, torch.arange(31).int()), (96, None, torch.arange(32).int())],
+    "half dense, half sparse": [(64, None, torch.arange(32).int()), (96, torch.arange(32), torch.arange(32).int())],
+}
+
+
+@pytest.mark.parametrize("parts", SEEDS.values(), ids=SEEDS)
+def test_a_seed_that_is_not_the_whole_chunk_is_refused_and_not_written(parts: list[tuple[int, Tensor | None, Tensor]]) -> None:
+    pair = Pair(weights(192), bucket_bytes=256)
+    before = bits(pair.copy["w0"][64:])
+    pair.trained["w0"].neg_()
+    with pytest.raises(FrameError, match="not the whole chunk"):
+        pair.seed(2, tamper=lambda frames: [frames[0], frame_of(pair, 1, parts), frames[2]])
+    assert bits(pair.copy["w0"][64:]) == before
+    assert pair.receiver.chain.version == NONE
+    pair.seed(3)
+    assert same_bits(pair.trained, pair.copy)
+
+
+def test_a_seed_that_is_not_whole_in_its_first_frame_leaves_the_version_as_it_was() -> None:
+    pair = Pair(weights(192), bucket_bytes=256)
+    part = frame_of(pair, 0, [(0, None, torch.arange(63).int())])
+    with pytest.raises(FrameError, match="not the whole chunk"):
+        pair.seed(2, tamper=lambda frames: [part, *frames[1:]])
+    assert pair.receiver.chain.version == 1
+
+
+def test_a_whole_seed_in_several_dense_segments_is_taken() -> None:
+    pair = Pair(weights(192), bucket_bytes=256)
+    parts = frame_of(pair, 1, [(64, None, torch.arange(32).int()), (96, None, torch.arange(32, 64).int())])
+    pair.seed(2, tamper=lambda frames: [frames[0], parts, frames[2]])
+    assert pair.copy["w0"][64:128].view(torch.int32).tolist() == [*range(64)] and pair.receiver.chain.version == 2
+
+
+def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why() -> None:
+    pair = Pair(weights(192), bucket_bytes=256)
+    before = bits(pair.copy["w0"])
+    pair.trained["w0"].neg_()
+    pair.source.prepare(2, True, Phases())
+    write, made = pair.source.relay.write_seed, []
+
+    def failing(*args: Any) -> None:
+        made.append(args)
+        if len(made) == 2:
+            raise MemoryError("no room")
+        write(*args)
+
+    pair.source.relay.write_seed = failing  # type: ignore[method-assign]
+    frames = pair.seed_frames(2)
+    assert [bool(frame.any()) for frame in frames] == [True, False, True]
+    assert type(pair.source.error) is MemoryError
+    pair.receiver.begin()
+    pair.receiver.take(frames[1], pair.head(pair.chunks[1], base=NONE, version=2, stream=STREAM))
+    assert type(pair.receiver.error) is FrameError and bits(pair.copy["w0"]) == before
+    pair.rollback()
+    pair.seed(3)
+    assert pair.source.error is None and same_bits(pair.trained, pair.copy)
+
+
+# Breaking off in the middle of a commit ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("call", ["commit", "detach"])
+def test_a_snapshot_that_breaks_off_halfway_has_no_version_and_no_bit_is_lost(call: str, after: int) -> None:
+    pair = Pair(weights(192), bucket_bytes=256)
+    pair.trained["w0"].neg_()
+    assert pair.deliver(pair.prepare()) is None
+    write, written = pair.source.snapshot.write, []
+
+    def failing(*args: Any) -> None:
+        if len(written) == after:
+            raise OSError("the device is gone")
+        written.append(args)
+        write(*args)
+
+    pair.source.snapshot.write = failing  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="gone"):
+        pair.source.commit(2, STREAM, full=False) if call == "commit" else pair.source.detach()
+    assert pair.source.chain.version == NONE and pair.source.chain.newest == 1
+    assert len(written) == after
+    pair.receiver.apply()
+    pair.receiver.commit(2, STREAM)
+    pair.rollback()
+    pair.source.snapshot.write = write  # type: ignore[method-assign]
+    pair.trained["w0"][::5] += 1
+    pair.seed(3)
+    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == 3
+    pair.trained["w0"][7] = 5.0
+    assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)
+
+
+def test_a_receiver_has_no_version_between_apply_and_commit() -> None:
+    pair = Pair(weights(64))
+    pair.trained["w0"].neg_()
+    assert pair.deliver(pair.prepare()) is None and pair.receiver.chain.version == 1
+    pair.receiver.apply()
+    assert pair.receiver.chain.version == NONE and same_bits(pair.trained, pair.copy)
+    pair.receiver.commit(2, STREAM)
+    assert pair.receiver.chain.version == 2
 
 
 # Values ------------------------------------------------------------------------------------------------------------------
@@ -561,14 +761,47 @@ def test_a_tensor_replaced_between_syncs_is_found_by_its_layout_or_refused_by_na
     pair.receiver = ReceiverState(pair.layouts[1], pair.model, 1)
     pair.seed()
     module.weight = torch.nn.Parameter(torch.ones(2, 3))
-    copy.weight = torch.nn.Parameter(copy.weight.detach().clone())
     pair.sync()
+    assert same_bits(dict(module.named_parameters()), dict(copy.named_parameters()))
+    copy.weight = torch.nn.Parameter(copy.weight.detach().clone())
+    pair.seed(3)
     assert same_bits(dict(module.named_parameters()), dict(copy.named_parameters()))
     copy.weight = torch.nn.Parameter(torch.zeros(2, 4))
     pair.prepare()
     with pytest.raises(LayoutMismatch, match="'weight'"):
         pair.receiver.begin()
-    assert issubclass(LayoutMismatch, DeltaError)
+
+
+@pytest.mark.parametrize("how", ["written", "written in part", "replaced", "written back"])
+def test_a_copy_that_others_wrote_to_has_no_version_until_it_is_seeded(how: str) -> None:
+    pair = Pair(weights(40, 40))
+    old = pair.copy["w1"].clone()
+    copy = pair.copy["w1"]
+    if how == "replaced":
+        copy.data = old
+    elif how == "written back":
+        copy.add_(1)
+        copy.copy_(old)
+    else:
+        copy[3 if how == "written in part" else slice(None)] = 1.0
+    pair.trained["w0"][5] = 2.0
+    pair.receiver.begin()
+    assert pair.receiver.disturbed and pair.receiver.chain.version == NONE and pair.receiver.chain.newest == 1
+    pair.receiver.rollback()
+    pair.seed(2)
+    assert same_bits(pair.trained, pair.copy)
+    pair.trained["w1"][5] = 2.0
+    assert pair.sync() == 1 and same_bits(pair.trained, pair.copy) and not pair.receiver.disturbed
+
+
+def test_reading_a_copy_and_what_the_package_writes_disturb_nothing() -> None:
+    pair = Pair(weights(40, 40))
+    for step in range(3):
+        pair.trained["w1"][step] = 2.0
+        assert pair.copy["w0"].sum() is not None and pair.copy["w1"].clone() is not None
+        pair.receiver.begin()
+        assert not pair.receiver.disturbed
+        pair.sync()
 
 
 def test_empty_and_scalar_tensors_take_part() -> None:
@@ -580,7 +813,7 @@ def test_empty_and_scalar_tensors_take_part() -> None:
 def test_a_tensor_larger_than_the_bucket_and_buckets_of_one_element() -> None:
     pair = Pair(weights(1000), bucket_bytes=64)
     pair.trained["w0"].neg_()
-    assert pair.schedule.count(0) == 63 and pair.sync() == 1000 and same_bits(pair.trained, pair.copy)
+    assert len(pair.chunks) == 63 and pair.sync() == 1000 and same_bits(pair.trained, pair.copy)
 
 
 def test_a_second_prepare_forgets_the_first() -> None:
@@ -599,11 +832,6 @@ def test_a_delta_that_nobody_follows_is_taken_over_and_can_seed() -> None:
     pair.trained["w0"][20] += 1  # after the call: belongs to the next version
     pair.source.detach()
     assert pair.source.chain.version == NONE
-    pair.receiver.begin()
-    for chunk, frame in zip(pair.schedule.round(0, 0), pair.seed_frames(0, 2, STREAM), strict=True):
-        pair.receiver.take(frame, pair.head(chunk, base=NONE, version=2, seed=True))
-    assert pair.receiver.error is None
-    pair.receiver.commit(2, STREAM)
-    pair.source.commit(2, STREAM, full=True)
+    pair.place(2)
     assert bits(pair.copy["w0"][:20]) == bits(pair.trained["w0"][:20]) and bits(pair.copy["w0"][20]) != bits(pair.trained["w0"][20])
     assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)

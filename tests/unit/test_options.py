@@ -1,0 +1,135 @@
+"""Options of a channel without ranks: when two calls say the same, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dte_dist.collectives.options import Options, layout_of, wire_types
+from dte_dist.layout import Layout
+
+
+def differences(name: str, one: Any, other: Any) -> list[str]:
+    return Options(**{name: one}).differences(Options(**{name: other}))
+
+
+def ending(text: str) -> Callable[[str], bool]:
+    return lambda name: name.endswith(text)
+
+
+def by_default(text: str) -> Callable[[str], bool]:
+    def select(name: str, end: str = text) -> bool:
+        return name.endswith(end)
+
+    return select
+
+
+def by_keyword(text: str) -> Callable[[str], bool]:
+    def select(name: str, *, end: str = text) -> bool:
+        return name.endswith(end)
+
+    return select
+
+
+class Chooser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def select(self, name: str) -> bool:
+        return name.endswith(self.text)
+
+
+ONE, OTHER = Chooser("weight"), Chooser("bias")
+ALIKE = {
+    "a lambda made anew": lambda: lambda name: name.endswith("weight"),
+    "one that closes over equal values": lambda: ending("weight"),
+    "equal defaults": lambda: by_default("weight"),
+    "equal keyword defaults": lambda: by_keyword("weight"),
+    "a method of one object": lambda: ONE.select,
+    "patterns": lambda: ["*.weight"],
+    "a class": lambda: Chooser,
+    "a function of C": lambda: len,
+}
+
+
+@pytest.mark.parametrize("make", ALIKE.values(), ids=ALIKE)
+def test_a_call_that_says_the_same_again_is_the_same(make: Callable[[], Any]) -> None:
+    assert differences("select", make(), make()) == []
+
+
+UNLIKE = {
+    "other code": (lambda name: name.endswith("weight"), lambda name: name.endswith("bias")),
+    "closing over other values": (ending("weight"), ending("bias")),
+    "other defaults": (by_default("weight"), by_default("bias")),
+    "other keyword defaults": (by_keyword("weight"), by_keyword("bias")),
+    "methods of two objects": (ONE.select, OTHER.select),
+    "patterns": (["*.weight"], ["*.bias"]),
+    "a function and patterns": (ending("weight"), ["*.weight"]),
+    "a function and nothing": (ending("weight"), None),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), UNLIKE.values(), ids=UNLIKE)
+def test_a_call_that_says_something_else_is_named(one: Any, other: Any) -> None:
+    assert differences("select", one, other) == differences("select", other, one) == ["select"]
+
+
+def test_every_option_that_differs_is_named() -> None:
+    one = Options(bucket_bytes=128, wire_dtype=torch.bfloat16)
+    assert one.differences(Options(bucket_bytes=128, wire_dtype=torch.bfloat16)) == []
+    assert one.differences(Options(anchor_interval=3)) == ["bucket_bytes", "anchor_interval", "wire_dtype"]
+
+
+def test_a_detector_is_no_option_of_a_channel() -> None:
+    assert "detector" not in Options.__slots__
+
+
+MANIFEST = Layout.from_tensors({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int32)}).manifest
+WIRES = {
+    "none": (None, None),
+    "a dtype, for what is floating": (torch.bfloat16, {"a": "bfloat16"}),
+    "its own": (torch.float32, {}),
+    "by name": ({"a": torch.float16, "nowhere": torch.float16}, {"a": "float16"}),
+    "a function": (lambda name, dtype: torch.bfloat16 if dtype.is_floating_point else dtype, {"a": "bfloat16"}),
+    "the receiver's": ("receiver", "receiver"),
+}
+
+
+@pytest.mark.parametrize(("option", "types"), WIRES.values(), ids=WIRES)
+def test_wire_dtypes_are_written_by_name_where_they_differ(option: Any, types: Any) -> None:
+    assert wire_types(option, MANIFEST) == types
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"a": "bfloat16"}, {"a": None}, {"b": 2}, lambda name, dtype: None, lambda name, dtype: "bfloat16", partial(lambda n, d: 1)],
+    ids=["a name of one", "none", "a number", "a function of none", "a function of names", "a function of numbers"],
+)
+def test_what_gives_no_dtype_is_refused_by_the_name_of_the_tensor(option: Any) -> None:
+    with pytest.raises(ValueError, match=r"wire_dtype must give a torch.dtype for '[ab]', got") as caught:
+        wire_types(option, MANIFEST)
+    assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("option", ["bfloat16", "", 3, ["bfloat16"]], ids=str)
+def test_what_is_no_kind_of_wire_dtype_is_refused(option: Any) -> None:
+    with pytest.raises(ValueError, match="wire_dtype must be a dtype, a mapping, a function"):
+        Options(wire_dtype=option)
+
+
+@pytest.mark.parametrize("options", [{"select": ["*"]}, {"rename": str}, {"select": [], "rename": str}], ids=str)
+def test_names_are_chosen_where_a_layout_is_built_not_where_it_is_used(options: Any) -> None:
+    layout = Layout.from_tensors({"w": torch.zeros(3)})
+    assert layout_of(layout, Options()).manifest is layout.manifest
+    with pytest.raises(ValueError, match="pass them where the layout is built"):
+        layout_of(layout, Options(**options))
+
+
+def test_a_module_is_selected_and_renamed() -> None:
+    options = Options(select=["weight"], rename=lambda name: f"layer.{name}")
+    assert [entry.name for entry in layout_of(nn.Linear(2, 2), options).manifest.entries] == ["layer.weight"]
