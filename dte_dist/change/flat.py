@@ -59,8 +59,8 @@ class FlatTensors:
         self.width = width
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.starts = starts_of([t.numel() for t in self.tensors]) if starts is None else starts
-        self.addresses = np.fromiter((t.data_ptr() for t in self.tensors), np.int64, len(self.tensors))
-        self.strided = tuple(i for i, t in enumerate(self.tensors) if not t.is_contiguous())
+        self.addresses = np.array(list(map(Tensor.data_ptr, self.tensors)), np.int64)
+        self.strided = tuple(np.flatnonzero(~np.array(list(map(Tensor.is_contiguous, self.tensors)), np.bool_)).tolist())
         self.addresses[list(self.strided)] = 0
 
     def __len__(self) -> int:

@@ -31,7 +31,7 @@ class LiveSpace:
         self._dtypes = dtypes
         self._width = width
         self._flat = FlatTensors(tensors, width, starts)
-        self._cast = any(tensor.dtype != dtype for tensor, dtype in zip(tensors, dtypes, strict=True))
+        self._cast = [tensor.dtype for tensor in tensors] != list(dtypes)
 
     def window(self, begin: int, end: int, scratch: Tensor) -> tuple[FlatTensors, int]:
         """Return a table that holds elements [begin, end) in wire dtype, and the position of `begin` in it.

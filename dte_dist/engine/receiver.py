@@ -123,4 +123,5 @@ class ReceiverState:
 
 def _marks(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no writes."""
-    return tuple([(tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for tensor in tensors])
+    counted = [tensor for tensor, is_inference in zip(tensors, map(Tensor.is_inference, tensors), strict=True) if not is_inference]
+    return tuple(map(Tensor.data_ptr, tensors)), tuple([tensor._version for tensor in counted])

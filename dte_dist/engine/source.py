@@ -79,12 +79,12 @@ class SourceState:
         self.rollback()
         with phases("detect"):
             tensors = self._layout.tensors()
-            live = self._live(tensors)
+            live, device = self._live(tensors), one_device(tensors)
             if self.snapshot is None:
                 totals = {width: space.numel for width, space in self.spaces.items()}
-                self.snapshot = Snapshot(totals, one_device(tensors), SEGMENT)
-        if self.snapshot.device != one_device(tensors):
-            self.snapshot.move(one_device(tensors))
+                self.snapshot = Snapshot(totals, device, SEGMENT)
+        if self.snapshot.device != device:
+            self.snapshot.move(device)
         self._lanes = self.relay if lanes is None else lanes
         if full:
             self._take_over(live, self.snapshot, phases)
@@ -189,8 +189,8 @@ def one_device(tensors: Sequence[Tensor]) -> torch.device:
     Raises:
         LayoutMismatch: they are on several.
     """
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
+    if len(set(map(Tensor.get_device, tensors))) > 1:
+        devices = {tensor.device for tensor in tensors}
         fix = "move the module to one device, or leave tensors out with select="
         raise LayoutMismatch("the tensors of a module are on several devices", got=sorted(map(str, devices)), fix=fix)
-    return next(iter(devices), torch.device("cpu"))
+    return tensors[0].device if tensors else torch.device("cpu")

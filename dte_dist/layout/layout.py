@@ -31,6 +31,9 @@ _PLAIN: Final = {Tensor, nn.Parameter}
 _REOPEN: Final = "open a new channel, or build a new layout, for the changed module"
 
 
+_MARKS = Tensor.data_ptr, Tensor.numel, Tensor.element_size, Tensor.is_contiguous
+
+
 class Layout:
     """List what one rank holds of a model.
 
@@ -238,9 +241,8 @@ def _locals(objects: Sequence[Any]) -> list[Tensor]:
 
 
 def _marks(local: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """Return what tells cheaply that a tensor is still the one that was checked: address, size, strides and dtype."""
-    dtypes = [tensor.dtype for tensor in local]
-    return list(zip(map(Tensor.data_ptr, local), map(Tensor.numel, local), map(Tensor.stride, local), dtypes, strict=True))
+    """Return what tells cheaply that a tensor is still the one that was checked: address, size, element size, row-major or not."""
+    return list(zip(*(map(what, local) for what in _MARKS), strict=True))
 
 
 def _differing(differences: Iterable[bool]) -> list[int]:
