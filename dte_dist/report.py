@@ -66,8 +66,8 @@ class SyncReport:
         codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}.
 
     Example:
-        >>> print(SyncReport(8, 7, "delta", "", 10, 1000, 96, 48, 2000, 2, (), 0.01))
-        v7 -> v8 delta: 10 of 1,000 changed (1.00 %), 96 B to each receiver (dense 2.0 kB, 20.8x), 2 frames, 10.0 ms
+        >>> print(SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519))
+        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frames, 51.9 ms
     """
 
     version: int

@@ -2,7 +2,7 @@
 
 1. `prepare` looks at the live tensors, once: a delta is found and encoded, or (full) the snapshot takes over all live bits.
    After that the live tensors may change; nothing below looks at them again.
-2. `frames` gives the encoded delta, round by round.
+2. `frames` gives the encoded delta.
 3. `commit` writes the same delta into the snapshot; `rollback` forgets it, and the next delta is a superset.
 4. `seed_frames` gives the snapshot itself, densely: for receivers without a version.
 """
