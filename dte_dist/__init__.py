@@ -2,6 +2,7 @@
 
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p
+from dte_dist.engine.delta_engine import DeltaEngine, DeltaTracker, reconstruct_against_base
 from dte_dist.errors import (
     ApplyFailed,
     ChannelClosed,
@@ -17,20 +18,27 @@ from dte_dist.errors import (
 )
 from dte_dist.layout import Layout, ShardSpec
 from dte_dist.report import SyncReport
+from dte_dist.transport.base import Payload, Transport
+from dte_dist.transport.loopback import LoopbackTransport
 
 __all__ = [
     "ApplyFailed",
     "ChannelClosed",
+    "DeltaEngine",
     "DeltaError",
+    "DeltaTracker",
     "DeltaWork",
     "Detector",
     "FrameError",
     "Layout",
     "LayoutMismatch",
+    "LoopbackTransport",
+    "Payload",
     "PeerLost",
     "ShardSpec",
     "SyncFailed",
     "SyncReport",
+    "Transport",
     "VersionError",
     "VersionGap",
     "VersionReplay",
@@ -38,4 +46,5 @@ __all__ = [
     "close",
     "delta_broadcast",
     "delta_p2p",
+    "reconstruct_against_base",
 ]

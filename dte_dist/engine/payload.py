@@ -1,0 +1,306 @@
+"""The named-tensor payload of the Delta Transfer Engine: what its tensors mean, written, read and checked.
+
+| name | tensor |
+|---|---|
+| `__awex_delta_header__` | int64[6]: magic 0x41574558, codec 1, version, base version (-1 if full), sparse count, dense count |
+| `w@delta_idx` | flat row-major positions in `w`, strictly ascending; int32, or int64 if `w` has more than 2^31 elements |
+| `w@delta_val` | the new values at these positions, in the dtype of `w` |
+| `w` | all of `w`, instead of the pair |
+
+A tensor that did not change is left out. Nothing that is read is believed: `read_payload` checks what a payload says about itself,
+`check_changes` what it says about the tensors it will be written to; only then does `apply_changes` write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dte_dist import kernels
+from dte_dist.change.flat import BITS, FlatTensors
+from dte_dist.engine.chain import NONE
+from dte_dist.engine.named import named, refuse_difference, slots_of
+from dte_dist.engine.source import one_device
+from dte_dist.errors import FrameError, LayoutMismatch
+from dte_dist.transport.base import Payload
+
+__all__ = [
+    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "flat_bits", "index_dtype", "payload_of",
+    "read_payload", "refuse_reserved", "write_payload",
+]  # fmt: skip
+
+HEADER: Final = "__awex_delta_header__"
+INDEX: Final = "@delta_idx"
+VALUE: Final = "@delta_val"
+MAGIC: Final = 0x41574558
+CODEC: Final = 1
+_FIELDS: Final = ("magic", "codec", "version", "base version", "sparse count", "dense count")
+_AGAIN: Final = "nothing of it was applied; push again, in full if it stays"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """New values of one tensor.
+
+    Attributes:
+        name: of the tensor.
+        positions: flat row-major positions, ascending; None if the values are the whole tensor.
+        values: one for each position; or of the shape of the tensor.
+    """
+
+    name: str
+    positions: Tensor | None
+    values: Tensor
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    """Return the dtype of positions in a tensor of so many elements.
+
+    Example:
+        >>> index_dtype(1 << 31), index_dtype((1 << 31) + 1)
+        (torch.int32, torch.int64)
+    """
+    return torch.int32 if numel <= 1 << 31 else torch.int64
+
+
+def flat_bits(tensor: Tensor) -> Tensor:
+    """Return the elements as integers in row-major order, in one dimension; no copy if the tensor is contiguous.
+
+    Example:
+        >>> flat_bits(torch.tensor([[-0.0]]))
+        tensor([-2147483648], dtype=torch.int32)
+    """
+    return tensor.detach().view(BITS[tensor.element_size()]).contiguous().view(-1)
+
+
+def refuse_reserved(names: Iterable[str]) -> None:
+    """Refuse names that mean something else in a payload.
+
+    Raises:
+        LayoutMismatch: names it.
+    """
+    for name in names:
+        if name == HEADER or name.endswith((INDEX, VALUE)):
+            raise LayoutMismatch("the name is reserved in payloads", slot=name, fix="give the tensor another name")
+
+
+def write_payload(version: int, base: int, changes: Sequence[Change], *, stream: int = 0, base_stream: int = 0) -> Payload:
+    """Write changes as a payload, which takes over their tensors.
+
+    Args:
+        version: that the payload makes.
+        base: version that it starts from, -1 for a full one.
+        changes: all tensors, whole, for a full one.
+        stream, base_stream: see `Payload`.
+
+    Example:
+        >>> sorted(write_payload(1, -1, [Change("w", None, torch.zeros(2))]).tensors)
+        ['__awex_delta_header__', 'w']
+    """
+    sparse = sum(change.positions is not None for change in changes)
+    counts = (MAGIC, CODEC, version, base, sparse, len(changes) - sparse)
+    tensors = {HEADER: torch.tensor(counts, dtype=torch.int64, device="cpu")}
+    for change in changes:
+        if change.positions is None:
+            tensors[change.name] = change.values
+        else:
+            tensors |= {change.name + INDEX: change.positions, change.name + VALUE: change.values}
+    return Payload(version, base, base == NONE, MappingProxyType(tensors), stream, base_stream)
+
+
+def payload_of(tensors: Mapping[str, Tensor], *, stream: int = 0, base_stream: int = 0) -> Payload:
+    """Return the payload that is made of these tensors, going by their header alone.
+
+    Raises:
+        FrameError: there is no sound header.
+
+    Example:
+        >>> payload_of(write_payload(3, 2, []).tensors).base_version
+        2
+    """
+    version, base = _header(tensors)[2:4]
+    return Payload(version, base, base == NONE, tensors, stream, base_stream)
+
+
+def read_payload(payload: Payload) -> tuple[Change, ...]:
+    """Read the changes of a payload and check all that can be checked without the tensors they are for.
+
+    Returns:
+        The changes, which share the memory of the payload.
+
+    Raises:
+        FrameError: something in it is not sound; names it.
+        LayoutMismatch: a tensor in it is not one array of elements; names it.
+    """
+    _, _, version, base, sparse, dense = _header(payload.tensors)
+    said = (payload.version, payload.base_version, payload.full)
+    if said != (version, base, base == NONE):
+        raise _bad("the header of a payload contradicts it", HEADER, f"version, base, full {said}", (version, base, base == NONE))
+    changes = _collect(payload.tensors)
+    pairs = sum(change.positions is not None for change in changes)
+    if (pairs, len(changes) - pairs) != (sparse, dense):
+        raise _bad("a payload is not complete", HEADER, f"{sparse} pairs, {dense} whole", f"{pairs} pairs, {len(changes) - pairs} whole")
+    if payload.full and pairs:
+        raise _bad("a full payload has changes that are not whole", HEADER, "0 pairs", f"{pairs} pairs")
+    _check_order(changes)
+    return changes
+
+
+def _header(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Return the six numbers of the header, having checked each by itself."""
+    header = tensors.get(HEADER)
+    if not isinstance(header, Tensor) or header.dtype is not torch.int64 or tuple(header.shape) != (6,):
+        got = f"{header.dtype}{list(header.shape)}" if isinstance(header, Tensor) else type(header).__name__
+        raise _bad("a payload has no header", HEADER, "int64[6]", got)
+    said: list[int] = named({HEADER: header})[HEADER].tolist()
+    _, _, version, base, *counts = said
+    lows = (MAGIC, CODEC, max(base + 1, 0), NONE, 0, 0)
+    highs = (MAGIC, CODEC, (1 << 62) - 1, (1 << 62) - 1, *[len(tensors)] * len(counts))
+    for field, low, value, high in zip(_FIELDS, lows, said, highs, strict=True):
+        if not low <= value <= high:
+            raise _bad(f"the {field} of a payload is wrong", HEADER, low if low == high else f"{low} to {high}", value)
+    if version <= base:
+        raise _bad("a payload leads backwards", HEADER, f"a version above {base}", version)
+    return said
+
+
+def _collect(tensors: Mapping[str, Tensor]) -> tuple[Change, ...]:
+    """Put pairs together."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise _bad("something in a payload is no tensor", str(name), "a name and a tensor", type(tensor).__name__)
+    arrays = named({name: tensor for name, tensor in tensors.items() if name != HEADER})
+    one_device(list(arrays.values()))
+    changes = []
+    for name, tensor in arrays.items():
+        if name.endswith(INDEX):
+            changes.append(_pair(name.removesuffix(INDEX), tensor, arrays))
+        elif not name.endswith(VALUE):
+            changes.append(Change(name, None, tensor))
+        elif name.removesuffix(VALUE) + INDEX not in arrays:
+            raise _bad("values without positions", name, f"{name.removesuffix(VALUE)}{INDEX} beside it", "none")
+    return tuple(changes)
+
+
+def _pair(name: str, positions: Tensor, arrays: Mapping[str, Tensor]) -> Change:
+    values = arrays.get(name + VALUE)
+    if values is None:
+        raise _bad("positions without values", name, f"{name}{VALUE} beside them", "none")
+    if name in arrays:
+        raise _bad("a tensor is there whole and in part", name, "one of them", "both")
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise _bad("positions of another dtype", name, "int32 or int64", positions.dtype)
+    if positions.dim() != 1 or values.shape != positions.shape:
+        got = f"{list(positions.shape)} and {list(values.shape)}"
+        raise _bad("positions and values are not of one length in one dimension", name, "[n] and [n]", got)
+    return Change(name, positions.contiguous(), values)
+
+
+def _check_order(changes: Sequence[Change]) -> None:
+    """Check that positions ascend and none is negative; waits for an accelerator once."""
+    sparse = [(change.name, change.positions) for change in changes if change.positions is not None]
+    verdicts = [kernels.on(positions.device).sorted_below(positions, 1 << 62) for _, positions in sparse]
+    if verdicts and isinstance(verdicts[0], Tensor):
+        verdicts = torch.stack(verdicts).tolist()
+    for (name, _), sound in zip(sparse, verdicts, strict=True):
+        if not sound:
+            raise _bad("positions of a payload are not sound", name, "strictly ascending, none negative", "others")
+
+
+def check_changes(changes: Sequence[Change], targets: Mapping[str, Tensor], *, full: bool) -> None:
+    """Check what `read_payload` returned against the tensors it is for.
+
+    Args:
+        changes: of one payload.
+        targets: by name, every tensor of the receiver.
+        full: the payload says that every tensor is there.
+
+    Raises:
+        LayoutMismatch: names, shapes or dtypes differ, or names that share memory get different values; names the tensor.
+        FrameError: a position is outside its tensor; names the tensor.
+    """
+    known = slots_of(targets)
+    said = {change.name: _slot(change, targets.get(change.name)) for change in changes}
+    expected = known if full else {name: known[name] for name in said if name in known}
+    refuse_difference(expected, said, what="the payload and the tensors of the receiver")
+    _check_range([change for change in changes if change.positions is not None], targets)
+    _check_ties(changes, targets)
+
+
+def _slot(change: Change, target: Tensor | None) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype that a change says its tensor has; a pair says nothing of the shape."""
+    whole = change.values if change.positions is None or target is None else target
+    return tuple(whole.shape), change.values.dtype
+
+
+def _check_range(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
+    """Check dtypes of positions and the last of each; waits for an accelerator once."""
+    sparse = [(change.name, change.positions) for change in changes if change.positions is not None]
+    for name, positions in sparse:
+        wanted = index_dtype(targets[name].numel())
+        if positions.dtype is not wanted:
+            raise _bad("positions of another dtype", name, wanted, positions.dtype)
+    held = [(name, positions) for name, positions in sparse if len(positions)]
+    lasts = torch.stack([positions[-1].to(torch.int64) for _, positions in held]).tolist() if held else []
+    for (name, _), last in zip(held, lasts, strict=True):
+        if last >= targets[name].numel():
+            raise _bad("a position is outside its tensor", name, f"below {targets[name].numel()}", last)
+
+
+def _check_ties(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
+    """Check that names of one memory get one change."""
+    by_name = {change.name: change for change in changes}
+    first: dict[object, str] = {}
+    for name, tensor in targets.items():
+        tie = first.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
+        if tie != name and not _equal(by_name.get(tie), by_name.get(name)):
+            fix = "tie them on the side of the sender too, or give them memory of their own"
+            raise LayoutMismatch(f"{tie} and {name} share memory but get different values", slot=name, fix=fix)
+
+
+def _equal(one: Change | None, other: Change | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.positions is None or other.positions is None:
+        same_positions = one.positions is other.positions
+    else:
+        same_positions = torch.equal(one.positions, other.positions)
+    return same_positions and torch.equal(flat_bits(one.values), flat_bits(other.values))
+
+
+def apply_changes(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
+    """Write checked changes into tensors, in place: addresses stay, version counters move.
+
+    Args:
+        changes: that `check_changes` let through.
+        targets: by name; any strides and devices.
+    """
+    groups: dict[tuple[torch.device, int], list[Change]] = {}
+    for change in changes:
+        target = targets[change.name]
+        groups.setdefault((target.device, target.element_size()), []).append(change)
+    with torch.no_grad():
+        for (device, width), group in groups.items():
+            _apply(group, FlatTensors([targets[change.name] for change in group], width), device)
+
+
+def _apply(changes: Sequence[Change], flat: FlatTensors, device: torch.device) -> None:
+    positions, bits = [], []
+    for change, start in zip(changes, flat.starts.tolist(), strict=False):
+        values = flat_bits(change.values).to(device)
+        if change.positions is None:
+            kernels.on(device).write(flat, start, values)
+        else:
+            positions.append(change.positions.to(device, torch.int64) + start)
+            bits.append(values)
+    if positions:
+        kernels.on(device).scatter(flat, torch.cat(positions), torch.cat(bits))
+
+
+def _bad(what: str, name: str, expected: object, got: object) -> FrameError:
+    return FrameError(what, slot=name, expected=expected, got=got, fix=_AGAIN)

@@ -1,0 +1,226 @@
+"""A sender's side of an engine over a transport: the bits that were sent last, and what differs from them now."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dte_dist.change.flat import BITS, starts_of
+from dte_dist.change.live import LiveSpace
+from dte_dist.change.snapshot import Snapshot
+from dte_dist.engine.chain import NONE, Chain
+from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
+from dte_dist.engine.payload import Change, flat_bits, index_dtype, refuse_reserved, write_payload
+from dte_dist.engine.source import one_device
+from dte_dist.errors import VersionError, VersionReplay
+from dte_dist.plan.schedule import SEGMENT
+from dte_dist.transport.base import Payload
+
+__all__ = ["DeltaTracker", "check_version"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Space:
+    """The tensors of one width, laid end to end."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    starts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """What `diff` found, until it is known whether it was sent."""
+
+    payload: Payload
+    changes: Sequence[Change]
+    slots: Slots
+    device: torch.device
+
+
+class DeltaTracker:
+    """Find what changed since the version that was committed last; nothing advances before `commit`.
+
+    Args:
+        ratio: a tensor of n elements of s bytes, k of them changed, is sent in part if k * (4 + s) <= ratio * n * s.
+        keep: keep a copy of all bits; without it every payload is full.
+
+    Raises:
+        ValueError: `ratio` is negative or no number.
+
+    Example:
+        >>> tracker, weights = DeltaTracker(), {"w": torch.zeros(1000)}
+        >>> tracker.diff(weights, 1).full, tracker.commit(), tracker.version
+        (True, None, 1)
+        >>> weights["w"][7] = -0.0
+        >>> tracker.diff(weights, 2).tensors["w@delta_idx"].tolist()
+        [7]
+    """
+
+    def __init__(self, *, ratio: float = 1.0, keep: bool = True) -> None:
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < float("inf"):
+            raise ValueError(f"ratio is a number of at least 0, not {ratio!r}")
+        self._ratio, self._keep = ratio, keep
+        self._chain = Chain(stream=_draw())
+        self._snapshot: Snapshot | None = None
+        self._slots: Slots = {}
+        self._spaces: dict[int, _Space] = {}
+        self._pending: _Pending | None = None
+
+    @property
+    def version(self) -> int:
+        """The version committed last; -1 if there is none."""
+        return self._chain.version
+
+    @property
+    def deltas(self) -> int:
+        """How many deltas were committed since the last full payload."""
+        return self._chain.deltas
+
+    def diff(self, named_tensors: NamedTensors, version: int, *, full: bool = False) -> Payload:
+        """Return what leads from the committed version to `version`: a delta, or everything if there is none.
+
+        Args:
+            named_tensors: plain tensors on one device, any dtype of 1, 2, 4 or 8 bytes; they may change as soon as this returns.
+            version: to make; above every version committed so far.
+            full: everything, though there is a version to start from; names, shapes and dtypes may then be new.
+
+        Raises:
+            VersionReplay: `version` is not above the one committed.
+            LayoutMismatch: names, shapes or dtypes are not those of the version committed, or a tensor cannot be sent; names it.
+        """
+        self.rollback()
+        check_version(version)
+        if version <= self._chain.newest:
+            newest = f"> {self._chain.newest}"
+            raise VersionReplay("the version is not newer than the one pushed last", expected=newest, got=version, fix="count upwards")
+        tensors = named(named_tensors)
+        refuse_reserved(tensors)
+        full = full or self._chain.version == NONE or self._snapshot is None
+        device = one_device(list(tensors.values()))
+        with torch.inference_mode(False), torch.no_grad():
+            changes = [_whole(name, tensor) for name, tensor in tensors.items()] if full else list(self._changes(tensors, device))
+        payload = self._payload(version, changes, full)
+        self._pending = _Pending(payload, changes, slots_of(tensors), device)
+        return payload
+
+    def _payload(self, version: int, changes: Sequence[Change], full: bool) -> Payload:
+        chain = self._chain
+        stream = _draw() if chain.broken_off else chain.stream
+        base, base_stream = (NONE, 0) if full else (chain.version, chain.stream)
+        return write_payload(version, base, changes, stream=stream, base_stream=base_stream)
+
+    def commit(self) -> None:
+        """Move to the version of the last `diff`, whose payload was sent; the copy is written at changed positions only.
+
+        Raises:
+            RuntimeError: there was no `diff`.
+        """
+        if self._pending is None:
+            raise RuntimeError("there is nothing to commit: call diff first")
+        pending, self._pending = self._pending, None
+        payload = pending.payload
+        self._chain.version = NONE  # if the copy cannot be written, everything is sent next
+        if self._keep:
+            with torch.inference_mode(False), torch.no_grad():
+                self._write(pending)
+        self._chain.move(payload.version, payload.stream, full=payload.full)
+
+    def rollback(self) -> None:
+        """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes."""
+        if self._pending is not None:
+            self._pending = None
+            self._chain.broken_off = True
+
+    def _write(self, pending: _Pending) -> None:
+        if pending.payload.full:
+            self._arrange(pending.slots, pending.device)
+        if self._snapshot is None:
+            raise RuntimeError("a delta has nothing to start from")
+        places = {
+            name: (width, start)
+            for width, space in self._spaces.items()
+            for name, start in zip(space.names, space.starts.tolist(), strict=False)
+        }  # fmt: skip
+        for change in pending.changes:
+            width, start = places[change.name]
+            self._snapshot.write(width, start, change.positions, flat_bits(change.values))
+
+    def _arrange(self, slots: Slots, device: torch.device) -> None:
+        """Make room for the bits of these tensors, unless there is."""
+        if self._snapshot is not None and slots == self._slots and device == self._snapshot.device:
+            return
+        self._snapshot = None
+        by_width: dict[int, list[str]] = {}
+        for name, (_, dtype) in slots.items():
+            by_width.setdefault(dtype.itemsize, []).append(name)
+        self._slots, self._spaces = slots, {}
+        for width, names in by_width.items():
+            starts = starts_of([int(np.prod(slots[name][0], dtype=np.int64)) for name in names])
+            self._spaces[width] = _Space(tuple(names), tuple(slots[name][1] for name in names), starts)
+        self._snapshot = Snapshot({width: int(space.starts[-1]) for width, space in self._spaces.items()}, device, SEGMENT)
+
+    def _changes(self, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Change]:
+        refuse_difference(self._slots, slots_of(tensors), what="the tensors pushed before and now")
+        if self._snapshot is None:
+            raise RuntimeError("a delta has nothing to start from")
+        if self._snapshot.device != device:
+            self._snapshot.move(device)
+        for width, space in self._spaces.items():
+            live = LiveSpace([tensors[name] for name in space.names], space.dtypes, width, space.starts)
+            for index, parts in _found(self._snapshot, live, width, space).items():
+                yield self._change(space.names[index], tensors[space.names[index]], parts)
+
+    def _change(self, name: str, tensor: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Change:
+        """Return the changes of one tensor in part or whole, whichever the rule says."""
+        count, size = sum(len(positions) for positions, _ in parts), tensor.element_size()
+        if count * (4 + size) > self._ratio * tensor.numel() * size:
+            return _whole(name, tensor)
+        positions = torch.cat([positions for positions, _ in parts]).to(index_dtype(tensor.numel()))
+        return Change(name, positions, torch.cat([bits for _, bits in parts]).view(tensor.dtype))
+
+
+def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Return changed positions and bits by tensor, in order; the space is compared segment by segment, across tensor borders."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    total = int(space.starts[-1])
+    for first in range(0, total, SEGMENT):
+        length = min(SEGMENT, total - first)
+        positions, bits = known.changes(live, width, first, length)
+        if not len(positions):
+            continue
+        low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, first + length))
+        edges = torch.from_numpy((space.starts[low : high + 1] - first).clip(0, length).astype(np.int32)).to(positions.device)
+        bounds = torch.searchsorted(positions, edges).tolist()
+        for index in np.flatnonzero(np.diff(bounds)).tolist():
+            here = slice(bounds[index], bounds[index + 1])
+            moved = positions[here].to(torch.int64) + (first - int(space.starts[low + index]))
+            found.setdefault(low + index, []).append((moved, bits[here].clone()))
+    return found
+
+
+def _whole(name: str, tensor: Tensor) -> Change:
+    bits = tensor.detach().view(BITS[tensor.element_size()])
+    return Change(name, None, bits.clone(memory_format=torch.contiguous_format).view(tensor.dtype))
+
+
+def check_version(version: int) -> None:
+    """Check that a number can be a version.
+
+    Raises:
+        ValueError: it is no int, or negative.
+        VersionError: it is too large.
+    """
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"a version is an int of at least 0, not {version!r}")
+    if version >= 1 << 62:
+        raise VersionError("the version does not fit", expected="< 2^62", got=version, fix="count versions from 1")
+
+
+def _draw() -> int:
+    return secrets.randbits(62) | 1

@@ -1,0 +1,76 @@
+"""A transport inside one process: for tests, examples, and a trainer and a rollout that share a process."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from dte_dist.errors import ChannelClosed, PeerLost, VersionGap
+from dte_dist.transport.base import Payload, Transport, check_timeout
+
+__all__ = ["LoopbackTransport"]
+
+_LONGEST: Final = threading.TIMEOUT_MAX
+
+
+class LoopbackTransport(Transport):
+    """Hand payloads from a sender to any number of receivers in the same process; any threads may call it.
+
+    Args:
+        history: how many of the payloads sent last are kept.
+
+    Raises:
+        ValueError: `history` is no positive number.
+
+    Example:
+        >>> transport = LoopbackTransport(history=4)
+        >>> transport.send(Payload(1, -1, True, {}), timeout=1.0)
+        >>> transport.receive(1, timeout=1.0).version
+        1
+    """
+
+    def __init__(self, *, history: int = 16) -> None:
+        if isinstance(history, bool) or not isinstance(history, int) or history < 1:
+            raise ValueError(f"history is a positive number of payloads, not {history!r}")
+        self._room = history
+        self._kept: dict[int, Payload] = {}
+        self._last = -1
+        self._closed = False
+        self._moved = threading.Condition()
+
+    def send(self, payload: Payload, *, timeout: float) -> None:
+        """Keep a payload for receivers, and drop the oldest if there is no room; never waits."""
+        check_timeout(timeout)
+        with self._moved:
+            self._refuse_closed()
+            self._kept.pop(payload.version, None)
+            self._kept[payload.version] = payload
+            self._last = payload.version
+            while len(self._kept) > self._room:
+                del self._kept[next(iter(self._kept))]
+            self._moved.notify_all()
+
+    def receive(self, version: int, *, timeout: float) -> Payload:
+        """Return the payload that makes `version`, waiting for it if the sender has not come so far."""
+        seconds = min(check_timeout(timeout), _LONGEST)
+        with self._moved:
+            came = self._moved.wait_for(lambda: self._closed or version in self._kept or version < self._last, seconds)
+            self._refuse_closed()
+            if version in self._kept:
+                return self._kept[version]
+            kept = f"v{', v'.join(map(str, self._kept))}" if self._kept else "nothing"
+        if came:
+            fix = "pull every version, keep a longer history, or push a full one"
+            raise VersionGap("a version is not kept, or was never sent", expected=f"v{version}", got=kept, fix=fix)
+        raise PeerLost("a version did not come in time", expected=f"v{version} in {timeout} s", got=kept, fix="look after the sender")
+
+    def close(self) -> None:
+        """Drop all payloads and wake whoever waits."""
+        with self._moved:
+            self._closed = True
+            self._kept.clear()
+            self._moved.notify_all()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ChannelClosed("the transport is closed", fix="make a new one")
