@@ -17,6 +17,7 @@ from dte_dist.errors import (
     VersionRestart,
 )
 from dte_dist.layout import Layout, ShardSpec
+from dte_dist.plan import Plan, TransferOp, remap_delta_indices
 from dte_dist.report import SyncReport
 from dte_dist.transport.base import Payload, Transport
 from dte_dist.transport.loopback import LoopbackTransport
@@ -35,9 +36,11 @@ __all__ = [
     "LoopbackTransport",
     "Payload",
     "PeerLost",
+    "Plan",
     "ShardSpec",
     "SyncFailed",
     "SyncReport",
+    "TransferOp",
     "Transport",
     "VersionError",
     "VersionGap",
@@ -47,4 +50,5 @@ __all__ = [
     "delta_broadcast",
     "delta_p2p",
     "reconstruct_against_base",
+    "remap_delta_indices",
 ]

@@ -1,0 +1,314 @@
+"""The public plan: which rank copies which part of which tensor to whom.
+
+Every rank computes the whole plan alone, from the manifests and coordinates of all ranks. The channel itself does not copy by ops: it
+translates positions of flat spaces (see `remap`), which follow from the same `ModelMap`. The plan says the same in a form that can be
+looked at, checked, costed and carried out by other means.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, product
+from typing import Literal, NoReturn
+
+import numpy as np
+
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout import Block, Layout, Manifest
+from dte_dist.plan.coverage import disjoint
+from dte_dist.plan.model_map import Holding, ModelMap, Slot
+from dte_dist.plan.overlap import _axis
+from dte_dist.plan.space import BlockTable, FlatSpace
+from dte_dist.plan.transfer_ops import Box, Boxes, Ends, Group, TransferOp, TransferOps
+
+__all__ = ["Held", "Plan", "TransferOp"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """The pieces of several ranks as columns, in order of slot, rank and entry.
+
+    Attributes:
+        table: the numbered blocks.
+        slot, rank, entry, block: of each piece.
+        borders: int64[slots + 1]: where the pieces of each slot begin.
+    """
+
+    table: BlockTable
+    slot: np.ndarray
+    rank: np.ndarray
+    entry: np.ndarray
+    block: np.ndarray
+    borders: np.ndarray
+
+    @classmethod
+    def of(cls, spaces: Mapping[int, Mapping[int, FlatSpace]], slots: int) -> Held:
+        """Collect the pieces of the flat spaces of ranks."""
+        pieces = [(rank, space.pieces) for rank, widths in sorted(spaces.items()) for space in widths.values()]
+        table = pieces[0][1].table if pieces else BlockTable()
+        columns = [np.stack([each.slot, np.full(len(each), rank), each.entry, each.block]) for rank, each in pieces]
+        joined = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
+        joined = joined[:, np.argsort(joined[0], kind="stable")]
+        slot, rank, entry, block = joined
+        return cls(table, slot, rank, entry, block, np.searchsorted(slot, np.arange(slots + 1)))
+
+    def at(self, slot: int) -> slice:
+        """Return where the pieces of a slot are."""
+        return slice(int(self.borders[slot]), int(self.borders[slot + 1]))
+
+    def key(self, slot: int) -> bytes:
+        """Return what tells apart slots that are held by other ranks or in other blocks."""
+        return self.rank[self.at(slot)].tobytes() + self.block[self.at(slot)].tobytes()
+
+    def entries(self, slots: np.ndarray) -> np.ndarray:
+        """Return int64[slots, pieces]: the entries of slots that are held alike."""
+        first = self.at(int(slots[0]))
+        return self.entry[self.borders[slots][:, None] + np.arange(first.stop - first.start)]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Say how every element comes from the source that contributes it to every receiver that holds it.
+
+    Of replicas (equal blocks on several sources) the one that the channel chose sends, for all receivers and for good: the
+    source of lowest rank, which is `ModelMap`'s contributor. Replicas of a trained weight drift apart in the last bit, so another
+    choice, or a different one per receiver, would give receivers bits that differ, or send the drift as if it were training.
+
+    Attributes:
+        ops: a sequence of `TransferOp`, in order of slot, sender and receiver; they are made when they are looked at.
+        slots: of the model, sorted by name.
+        held: what the receivers hold.
+        contributed: by source, bytes on the wire that it contributes; first the root of the broadcast.
+
+    Example:
+        >>> import torch
+        >>> whole = Layout.from_tensors({"w": torch.zeros(4, 3)})
+        >>> lower = Layout.from_views([("w", torch.zeros(2, 3), (4, 3), (2, 0))])
+        >>> [(op.send_rank, op.recv_rank, op.train_slices[0], op.inf_slices[0]) for op in Plan.between({0: whole}, {1: lower}).ops]
+        [(0, 1, slice(2, 4, None), slice(0, 2, None))]
+    """
+
+    ops: Sequence[TransferOp]
+    slots: tuple[Slot, ...]
+    held: Held
+    contributed: Mapping[int, int]
+
+    @classmethod
+    def between(cls, sources: Mapping[int, Layout | Holding], receivers: Mapping[int, Layout | Holding]) -> Plan:
+        """Return the plan from what each rank holds; every rank gets the same.
+
+        Args:
+            sources: by group rank, first the root of the broadcast.
+            receivers: by group rank; a colocated rank is in both. A `Holding` is a manifest and a rank's coordinates, and
+                says besides in which dtypes a source sends (`wire`), or that a receiver asks for some slots only (`partial`).
+
+        Raises:
+            LayoutMismatch: the layouts do not fit together: names, shapes, dtypes, coverage.
+            ValueError: there are no sources.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> len(Plan.between({0: layout}, {1: layout, 2: layout}).ops)
+            2
+        """
+        if not sources:
+            raise ValueError("a plan needs at least one source")
+        known: list[Manifest] = []
+        model = ModelMap(*({rank: _holding(each, known) for rank, each in side.items()} for side in (sources, receivers)))
+        sent, held = (Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces))
+        sizes = {rank: sum(width * space.numel for width, space in spaces.items()) for rank, spaces in model.source_spaces.items()}
+        return cls(_Meeting(sent, held).ops(model.slots), model.slots, held, {rank: sizes[rank] for rank in sources})
+
+    @cached_property
+    def _columns(self) -> TransferOps:
+        return self.ops if isinstance(self.ops, TransferOps) else TransferOps.of(self.ops, self.slots)
+
+    @cached_property
+    def _traffic(self) -> dict[tuple[int, int], int]:
+        return self._columns.traffic()
+
+    def ops_for(self, send_rank: int | None = None, recv_rank: int | None = None) -> Sequence[TransferOp]:
+        """Return the ops of one sender, of one receiver, or between both; None for any rank.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> [op.recv_rank for op in Plan.between({0: layout}, {1: layout, 2: layout}).ops_for(recv_rank=2)]
+            [2]
+        """
+        return self._columns.where(send_rank, recv_rank)
+
+    def validate(self) -> None:
+        """Check that the ops cover every element of every receiver exactly once.
+
+        Raises:
+            LayoutMismatch: an element is left out or written twice, or what an op writes is outside of its tensor or not of the shape
+                that it reads.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> Plan.between({0: layout}, {1: layout}).validate()
+        """
+        columns, left = self._columns, set(self.held.slot.tolist())
+        tiled: dict[tuple[int, bytes], bool] = {}
+        for group in columns.groups:
+            recv = group.recv.used()
+            rows = [group.box[recv.row == row] for row in range(len(recv.ranks))]
+            keys = [row.tobytes() for row in rows]
+            for at, slot in enumerate(group.slots.tolist()):
+                left.discard(slot)
+                name, filled = columns.slots[slot].name, zip(recv.ranks.tolist(), recv.entries[at].tolist(), strict=True)
+                _same_tensors(name, self._tensors(slot), set(filled))
+                for row, block in enumerate(self.held.block[self.held.at(slot)].tolist()):
+                    key = block, keys[row]
+                    if key not in tiled:
+                        tiled[key] = _tiles(self.held.table.blocks[block], [columns.boxes.boxes[box] for box in rows[row].tolist()])
+                    if not tiled[key]:
+                        _refuse(name, [int(recv.ranks[row])], "do not cover every element exactly once")
+        for slot in sorted(left):
+            _same_tensors(columns.slots[slot].name, self._tensors(slot), set())
+
+    def _tensors(self, slot: int) -> set[tuple[int, int]]:
+        """Return (rank, entry) of the receivers' tensors of a slot."""
+        pieces = self.held.at(slot)
+        return set(zip(self.held.rank[pieces].tolist(), self.held.entry[pieces].tolist(), strict=True))
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that differ when plans differ: compare them across ranks before relying on the plan.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> Plan.between({0: layout}, {1: layout}).digest() == Plan.between({0: layout}, {2: layout}).digest()
+            False
+        """
+        return self._columns.digest()
+
+    def bytes_between(self, send: int, recv: int) -> int:
+        """Return the dense bytes that one rank sends to another, in wire dtypes; 0 if they have nothing in common.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> Plan.between({0: layout}, {1: layout}).bytes_between(0, 1)
+            48
+        """
+        return self._traffic.get((send, recv), 0)
+
+    def busiest_bytes(self, route: Literal["broadcast", "p2p"]) -> int:
+        """Return the most dense bytes that one rank sends or receives in one sync on a route: a bound, reached if everything changes.
+
+        On "p2p" every sender sends each receiver what that one holds. On "broadcast" the sources send what they contribute to the root, the
+        first of them, and everything goes from there from receiver to receiver. What a rank has itself costs nothing.
+
+        Raises:
+            ValueError: there is no such route.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> plan = Plan.between({0: layout}, {1: layout, 2: layout})
+            >>> plan.busiest_bytes("p2p"), plan.busiest_bytes("broadcast")
+            (96, 48)
+        """
+        if route not in ("broadcast", "p2p"):
+            raise ValueError(f'a route is "broadcast" or "p2p", not {route!r}')
+        if route == "broadcast":
+            root, own = next(iter(self.contributed.items()))
+            everything = sum(self.contributed.values())
+            return everything if set(self.held.rank.tolist()) - {root} else everything - own
+        sent, received = Counter[int](), Counter[int]()
+        for (sender, receiver), size in self._traffic.items():
+            if sender != receiver:
+                sent[sender] += size
+                received[receiver] += size
+        return max([*sent.values(), *received.values()], default=0)
+
+
+class _Meeting:
+    """The ops between what sources contribute and receivers hold: each pair of blocks is looked at once, if its bounds meet."""
+
+    def __init__(self, sent: Held, held: Held) -> None:
+        self._sent, self._held, self._boxes = sent, held, Boxes()
+        self._known: dict[tuple[int, int], range] = {}
+        self._bounds = [_bounds(side.table.blocks) for side in (sent, held)]
+
+    def ops(self, slots: tuple[Slot, ...]) -> TransferOps:
+        alike: dict[tuple[bytes, bytes], list[int]] = {}
+        for slot in range(len(slots)):
+            alike.setdefault((self._sent.key(slot), self._held.key(slot)), []).append(slot)
+        return TransferOps(slots, [self._group(np.array(same, np.int64)) for same in alike.values()], self._boxes)
+
+    def _group(self, slots: np.ndarray) -> Group:
+        here, there = self._sent.at(int(slots[0])), self._held.at(int(slots[0]))
+        a, b = self._sent.block[here], self._held.block[there]
+        (low_a, high_a), (low_b, high_b) = self._bounds[0][:, a, None], self._bounds[1][:, None, b]
+        i, j = np.nonzero(np.all((low_a < high_b) & (low_b < high_a), axis=-1))
+        found = [self._between(*pair) for pair in zip(a[i].tolist(), b[j].tolist(), strict=True)]
+        counts = np.array([len(each) for each in found], np.int64)
+        send = Ends(self._sent.rank[here], self._sent.entries(slots), np.repeat(i, counts))
+        recv = Ends(self._held.rank[there], self._held.entries(slots), np.repeat(j, counts))
+        return Group(slots, send, recv, np.array(list(chain.from_iterable(found)), np.int64))
+
+    def _between(self, a: int, b: int) -> range:
+        """Return the numbers of the pairs of slices by which block `a` of a source becomes block `b` of a receiver."""
+        if (a, b) not in self._known:
+            self._known[a, b] = self._boxes.add(_boxes(self._sent.table.blocks[a], self._held.table.blocks[b]))
+        return self._known[a, b]
+
+
+def _boxes(a: Block, b: Block) -> list[Box]:
+    """Return the slices of two local tensors that are equal elements, in the order of the first."""
+    boxes = []
+    for parts in product(*(_axis(x, y).segments for x, y in zip(a.runs, b.runs, strict=True))):
+        train = tuple(slice(at, at + length) for at, length, _ in parts)
+        boxes.append((train, tuple(slice(other, other + length) for _, length, other in parts)))
+    return boxes
+
+
+def _bounds(blocks: Sequence[Block]) -> np.ndarray:
+    """Return int64[2, blocks, dimensions]: where the runs of each block begin and end; [0, 1) for dimensions it has not."""
+    bounds = np.zeros((2, len(blocks), max((len(block.runs) for block in blocks), default=0)), np.int64)
+    bounds[1] = 1
+    for number, block in enumerate(blocks):
+        bounds[0, number, : len(block.runs)] = [runs[0][0] for runs in block.runs]
+        bounds[1, number, : len(block.runs)] = [sum(runs[-1]) for runs in block.runs]
+    return bounds
+
+
+def _holding(given: Layout | Holding, known: list[Manifest]) -> Holding:
+    """Return what a rank holds; of equal manifests the first one stands for all, which saves work."""
+    holding = Holding(given.manifest, given.coordinates) if isinstance(given, Layout) else given
+    same = next((each for each in known if each is holding.manifest or each == holding.manifest), None)
+    if same is None:
+        known.append(holding.manifest)
+        return holding
+    return Holding(same, holding.coordinates, holding.wire, holding.partial)
+
+
+def _tiles(block: Block, boxes: Sequence[Box]) -> bool:
+    """Tell whether the receiving slices of ops tile a block, and each has the shape of what is sent."""
+    shapes = [[tuple(each.stop - each.start for each in part) for part in box] for box in boxes]
+    if any(len(inf) != len(block.shape) for _, inf in shapes):
+        return False
+    inside = all(0 <= each.start < each.stop <= size for _, part in boxes for each, size in zip(part, block.shape, strict=True))
+    if not inside or any(train != inf for train, inf in shapes):
+        return False
+    filled = [Block.rectangle([each.start for each in part], shape) for (_, part), (_, shape) in zip(boxes, shapes, strict=True)]
+    return sum(each.numel for each in filled) == block.numel and disjoint(filled)
+
+
+def _same_tensors(slot: str, held: set[tuple[int, int]], filled: set[tuple[int, int]]) -> None:
+    """Refuse ops that leave out a tensor of a receiver, or are for one that it has not."""
+    for tensors, what in ((held - filled, "leave out a tensor"), (filled - held, "are for a tensor that is not there")):
+        if tensors:
+            _refuse(slot, sorted({rank for rank, _ in tensors}), what)
+
+
+def _refuse(slot: str, ranks: Sequence[int], what: str) -> NoReturn:
+    raise LayoutMismatch(f"the ops of a plan {what}", slot=slot, ranks=ranks, fix="take all ops of Plan.between, each once")
