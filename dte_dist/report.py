@@ -67,7 +67,7 @@ class SyncReport:
 
     Example:
         >>> print(SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519))
-        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frames, 51.9 ms
+        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frame, 51.9 ms
     """
 
     version: int
@@ -100,7 +100,7 @@ class SyncReport:
         return (
             f"{base} -> v{self.version} {self.kind}{why}: {self.changed:,} of {self.total:,} changed ({self.density * 100:.2f} %), "
             f"{_bytes(self.wire_bytes)} to each receiver (dense {_bytes(self.dense_bytes)}{ratio}), "
-            f"{self.frames} frames, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
+            f"{self.frames} frame{'' if self.frames == 1 else 's'}, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
         )
 
 

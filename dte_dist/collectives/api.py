@@ -105,7 +105,7 @@ def delta_broadcast(
     Example:
         >>> report = dte_dist.delta_broadcast(module, group)
         >>> print(report)
-        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frames, 51.9 ms (...)
+        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frame, 51.9 ms (...)
     """
     said: CallOptions = {
         "group_src": group_src,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from dte_dist.collectives.opening import Agreement, Described, agree, describe, 
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
 from dte_dist.collectives.sync import Parts
+from dte_dist.collectives.work import THREAD_NAME
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
@@ -110,12 +112,16 @@ def is_in_use(group: dist.ProcessGroup) -> bool:
 
 def _at_exit() -> None:
     """Let syncs in the background end, or end them: a thread inside a collective would bring the interpreter down with it."""
-    if os.getpid() != _PID or running.finish(_EXIT_PATIENCE):
+    if os.getpid() != _PID:
         return
-    for channels in list(_channels.values()):
-        for channel in channels.values():
-            channel.drop("the process exits")
-    running.finish(_EXIT_PATIENCE)
+    if not running.finish(_EXIT_PATIENCE):
+        for channels in list(_channels.values()):
+            for channel in channels.values():
+                channel.drop("the process exits")
+        running.finish(_EXIT_PATIENCE)
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(_EXIT_PATIENCE)
 
 
 atexit.register(_at_exit)

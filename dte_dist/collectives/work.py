@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from dte_dist.report import SyncReport
 
-__all__ = ["DeltaWork"]
+__all__ = ["THREAD_NAME", "DeltaWork"]
+
+THREAD_NAME: Final = "dte_dist sync"
 
 
 class DeltaWork(dist.Work):
@@ -39,7 +41,7 @@ class DeltaWork(dist.Work):
         if torch.cuda.is_initialized():
             device = torch.cuda.current_device()
             torch.cuda.current_stream().synchronize()  # what the caller queued before the call comes before what the thread does
-        threading.Thread(target=self._run, args=(run, device), name="dte_dist", daemon=True).start()
+        threading.Thread(target=self._run, args=(run, device), name=THREAD_NAME, daemon=True).start()
 
     def _run(self, run: Callable[[], SyncReport], device: int | None) -> None:
         try:
