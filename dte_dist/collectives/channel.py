@@ -107,6 +107,7 @@ class Channel:
             raise agreed.error from agreed.error.__cause__
         except PeerLost as error:
             if not sync.begun and self._board.left():
+                _forget_frames(error)
                 self.drop("another rank closed it")
                 raise Abandoned from error
             raise self._break(error) from error
@@ -155,13 +156,18 @@ class Channel:
         """Close the channel and return the error that all survivors raise."""
         if self.parts.source is not None:
             self.parts.source.chain.broken_off = True
-        _forget_frames(error)  # they hold operations, which hold connections: peers would not learn that we left
-        self.drop(f"{type(error).__name__} in an earlier call: {error}")
-        what = str(error) if isinstance(error, PeerLost) else f"rank {self.rank} failed: {type(error).__name__}: {error}"
-        return PeerLost(self._board.agree(what))
+        _forget_frames(error)
+        why = f"{type(error).__name__} in an earlier call: {error}"
+        if isinstance(error, PeerLost):
+            self.drop(why)
+            return PeerLost(self._board.agree(str(error)))
+        told = PeerLost(self._board.agree(f"rank {self.rank} failed: {type(error).__name__}: {error}"))
+        self.drop(why)  # only now: the others are to raise what failed here, not that they lost us
+        return told
 
 
 def _forget_frames(error: BaseException | None) -> None:
+    """Drop what an error's frames hold: operations hold connections, and peers would not learn that we left."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

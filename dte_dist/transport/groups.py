@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,7 +100,8 @@ class Pending:
         Raises:
             PeerLost: a peer died, closed its connections, or did not answer in time.
         """
-        self.wire._guard(self.what, self.ranks, lambda: self.work.wait(self.wire.timeout))
+        # no lambda: its frame would keep the operation, and so the connections, for as long as somebody keeps the error
+        self.wire._guard(self.what, self.ranks, partial(self.work.wait, self.wire.timeout))
 
 
 class LossBoard:
