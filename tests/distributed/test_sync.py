@@ -25,41 +25,19 @@ import dte_dist
 from dte_dist import Layout
 from dte_dist.collectives import channels
 from dte_dist.collectives.sync import Sync
+from dte_dist.engine.receiver import ReceiverState
 from dte_dist.errors import PeerLost
 from dte_dist.patch import StagedPatch
+from dte_dist.plan.schedule import SEGMENT
+from dte_dist.transport.relay import Relay
 from tests.distributed.launcher import Ranks
-from tests.distributed.tools import TIMEOUT, caught, channel_of, digest, model, nudge, parts_of, prints, same, sync
+from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, model, nudge, parts_of, prints, same, sync
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks
-
-
-def facts(report: dte_dist.SyncReport) -> tuple[Any, ...]:
-    """The part of a report that is the same on every rank."""
-    return (
-        report.version, report.base_version, report.kind, report.reason, report.changed, report.total, report.wire_bytes,
-        report.gather_bytes, report.dense_bytes, report.frames, report.seeded,
-    )  # fmt: skip
-
-
-class Rows:
-    """A (rows, columns) weight cut by rows over the sources, whole on receivers; no mesh needed."""
-
-    def __init__(self, rank: int, sources: int, shape: tuple[int, int] = (12, 5), tensors: int = 1) -> None:
-        torch.manual_seed(rank)
-        low, high = (rank * shape[0] // sources, (rank + 1) * shape[0] // sources) if rank < sources else (0, shape[0])
-        self.parts = [torch.randn(high - low, shape[1]) for _ in range(tensors)]
-        self.layout = Layout.from_views([(f"w{i:04}", part, shape, (low, 0)) for i, part in enumerate(self.parts)])
-
-    def whole(self, sources: int) -> list[str]:
-        """Hash every tensor as all ranks know it: the sources' parts put together on rank 0, the copy on the others."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, self.parts)
-        mine = [torch.cat(cut) for cut in zip(*gathered[:sources], strict=True)] if dist.get_rank() < sources else self.parts
-        return [digest(tensor) for tensor in mine]
 
 
 # One sync after another --------------------------------------------------------------------------------------------------
@@ -173,18 +151,19 @@ def odd_order(rank: int, world: int, how: dict[str, Any]) -> Any:
     module = model(rank)
     sync(module, group, **how)
     after_seed = prints(module)
-    nudge(module, "0.bias", 1, by=10.0 + rank)
-    if rank in (0, 1, 3):  # receivers may not drift: undo
-        nudge(module, "0.bias", 1, by=-10.0 - rank)
+    if rank == 2:
+        nudge(module, "0.bias", 1)
+        nudge(module, "2.weight", 3)
     report = sync(module, group, **how)
     return facts(report), prints(module), after_seed == prints(model(2))
 
 
 @pytest.mark.parametrize("how", [{}, {"src": 2}, {"src": [2]}, {"group_src": 0}, {"group_src": (0,)}], ids=str)
 def test_in_a_group_of_another_order_the_source_is_group_rank_0(ranks: Ranks, how: dict[str, Any]) -> None:
-    outcomes = ranks.run(odd_order, how)
-    report, _, from_rank_2 = same([(r[:5], {k: v for k, v in p.items() if k != "0.bias"}, f) for r, p, f in outcomes])
-    assert report == (2, 1, "delta", "", 1) and from_rank_2
+    report, after, from_rank_2 = same(ranks.run(odd_order, how))
+    assert report[:5] == (2, 1, "delta", "", 4) and from_rank_2
+    seeded = prints(model(2))
+    assert sorted(name for name in after if after[name] != seeded[name]) == ["0.bias", "2.weight"]
 
 
 def last_is_root(rank: int, world: int, how: dict[str, Any]) -> Any:
@@ -482,7 +461,7 @@ def tiny_buckets(rank: int, world: int) -> Any:
 
 def test_a_tensor_of_1_mb_in_buckets_of_1_kb(ranks: Ranks) -> None:
     report, _ = same(ranks.run(tiny_buckets))
-    assert report[4] == 1 << 18 and report[9] == 1025  # two rounds
+    assert report[4] == 1 << 18 and report[9] == 1025
 
 
 def hundred_syncs(rank: int, world: int) -> Any:
@@ -507,6 +486,91 @@ def test_a_hundred_syncs_keep_addresses_and_leave_memory_flat(ranks: Ranks) -> N
     for same_addresses, grown, objects, _ in found:
         assert same_addresses
         assert grown < 4 << 20 and objects < 200  # the model is 133 kB
+
+
+def differing(live: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    return (live != known).nonzero().flatten()
+
+
+class Asked:
+    """A detector that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, live: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        return differing(live, known)
+
+
+def detectors(rank: int, world: int) -> Any:
+    module, one, two = model(rank), Asked(), Asked()
+    seen = []
+    for step, detector in enumerate((None, one, None, two, differing, one)):
+        if rank == 0:
+            nudge(module, "0.weight", step)
+        report = sync(module, detector=detector if rank == 0 else None)
+        seen.append((facts(report)[:5], prints(module)))
+    return (one.times, two.times) if rank == 0 else None, seen
+
+
+def test_each_call_may_bring_another_detector(ranks: Ranks) -> None:
+    asked, seen = zip(*ranks.run(detectors), strict=True)
+    assert asked == ((4, 2), None, None, None)  # by each of the two widths: fp32 weights and an int64 buffer
+    assert [report[4] for report, _ in same(list(seen))] == [145, 1, 2, 3, 4, 5]
+
+
+def detector_in_the_next_group(rank: int, world: int) -> Any:
+    module, seen = model(rank), []
+    for step, detector in enumerate((Asked(), Asked(), None)):
+        group = dist.new_group(list(range(world)))
+        if rank == 0:
+            nudge(module, "0.weight", step + 1)
+        report = sync(module, group, detector=detector if rank == 0 else None)
+        asked = rank > 0 or detector is None or detector.times == 2 * (step > 0)
+        seen.append((facts(report)[:5], asked, prints(module)))
+        dist.destroy_process_group(group)
+    return seen
+
+
+def test_what_is_kept_for_a_new_group_goes_on_with_the_detector_of_the_call(ranks: Ranks) -> None:
+    found = same(ranks.run(detector_in_the_next_group))
+    assert [report for report, *_ in found[1:]] == [(2, 1, "delta", "", 2), (3, 2, "delta", "", 3)]
+    assert all(asked for _, asked, _ in found)
+
+
+def codecs(rank: int, world: int) -> Any:
+    length = 2 * SEGMENT + 999
+    weight = torch.full((length if rank < 2 else 2 * length,), rank, dtype=torch.uint8)
+    layout = Layout.from_views([("w", weight, (2 * length,), (rank * length if rank < 2 else 0,))])
+    before, seen = weight.clone(), []
+    for step in range(4):
+        if rank < 2 and step == 1:
+            weight[::29_000] = weight[-40:] = 200 + rank
+        if rank == 1 and step == 1:
+            weight[SEGMENT : 2 * SEGMENT] = torch.arange(SEGMENT) % 251 + 2
+            weight[SEGMENT + 17] = 1  # as before, but sent with the rest of its segment
+        report = sync(layout, src=[0, 1], bucket_bytes=4 * SEGMENT, mode="full" if step == 3 else "delta")
+        seen.append(((report.kind, report.changed, report.frames), dict(report.codecs)))
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, weight)
+    bits = digest(torch.cat(parts[:2]) if rank < 2 else weight)
+    return seen, int((weight != before).sum()), bits
+
+
+def test_a_report_counts_the_segments_this_rank_sent_by_codec_and_a_dense_one_between_sparse_ones_arrives(ranks: Ranks) -> None:
+    seen, changed, bits = zip(*ranks.run(codecs), strict=True)
+    same(list(bits))
+    assert [[sent for _, sent in syncs] for syncs in seen] == [
+        [{}, {"u16+raw": 3}, {}, {}],
+        [{}, {"u16+raw": 2, "dense+raw": 1}, {}, {}],
+        [{}] * 4,
+        [{}] * 4,
+    ]
+    total = 2 * (2 * SEGMENT + 999)
+    assert same([[figures for figures, _ in syncs] for syncs in seen]) == [
+        ("full", total, 2), ("delta", changed[0] + changed[1], 2), ("delta", 0, 0), ("full", total, 2),
+    ]  # fmt: skip
 
 
 # Several modules and groups ----------------------------------------------------------------------------------------------
@@ -816,7 +880,7 @@ def wrong_on_one_rank(rank: int, world: int, is_open: bool, who: int) -> Any:
 def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all_and_the_next_call_works(ranks: Ranks, is_open: bool, who: int) -> None:
     errors, report, _ = same(ranks.run(wrong_on_one_rank, is_open, who))
     for name, (kind, text) in errors.items():
-        assert kind in ("ValueError", "SyncFailed"), (name, kind, text)
+        assert kind == "ValueError", (name, kind, text)
         assert f"rank {who} " in text, (name, text)
     assert report == ((2, "delta") if is_open else (1, "full"))
 
@@ -967,33 +1031,21 @@ def damaged_in_transit(rank: int, world: int, where: str) -> Any:
     before = rows.whole(1)
     if rank == 0:
         rows.parts[0].neg_()
-    parts = parts_of(rows.layout)
-    if rank == 0 and where == "sent":
-        send, count = parts.relay._send_bucket, []
+    place, name, who = (Relay, "_send_bucket", 0) if where == "sent" else (ReceiverState, "take", 2)
+    original, calls = getattr(place, name), []
 
-        def spoiled(buffer: torch.Tensor, targets: Any) -> Any:
-            count.append(0)
-            if len(count) == 2:
-                buffer[-8] ^= 1
-            return send(buffer, targets)
+    def damaging(self: Any, buffer: torch.Tensor, other: Any) -> Any:
+        calls.append(buffer)
+        if len(calls) == 2:
+            buffer[-8] ^= 1
+        return original(self, buffer, other)
 
-        parts.relay._send_bucket = spoiled
-    if rank == 2 and where == "received":
-        take, frames = parts.receiver.take, []
-
-        def damaged(frame: torch.Tensor, head: Any) -> None:
-            frames.append(frame)
-            if len(frames) == 2:
-                frame[40] ^= 4
-            take(frame, head)
-
-        parts.receiver.take = damaged
-    error = caught(lambda: sync(rows.layout, bucket_bytes=256))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == who:
+            patch.setattr(place, name, damaging)
+        error = caught(lambda: sync(rows.layout, bucket_bytes=256))
     after = rows.whole(1)
     untouched = rank == 0 or after == before
-    parts.relay.__dict__.pop("_send_bucket", None)
-    if parts.receiver is not None:
-        parts.receiver.__dict__.pop("take", None)
     return error, untouched, facts(sync(rows.layout, bucket_bytes=256))[:5], rows.whole(1)
 
 
@@ -1007,30 +1059,35 @@ def test_frame_two_of_three_damaged_in_transit_fails_all_and_the_next_delta_is_a
 def source_fails_after_the_gather(rank: int, world: int) -> Any:
     rows = Rows(rank, 2)
     sync(rows.layout, src=[0, 1])
-    parts = parts_of(rows.layout)
-    before = digest(rows.parts[0]), digest(parts.source.snapshot.bits[4]) if rank < 2 else ""
+    snapshot = parts_of(rows.layout).source.snapshot.bits[4] if rank < 2 else torch.zeros(1)
+    before = digest(rows.parts[0]), digest(snapshot)
     if rank < 2:
         rows.parts[0].neg_()
-    if rank == 1:
-        move = parts.relay.round
+    move = Relay.move
 
-        def failing(*args: Any) -> None:
-            move(*args)
-            raise MemoryError("no room")
+    def failing(*args: Any) -> None:
+        move(*args)
+        raise MemoryError("no room")
 
-        parts.relay.round = failing
-    begin = time.monotonic()
-    error = caught(lambda: sync(rows.layout, src=[0, 1]))
+    cause, begin = None, time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Relay, "move", failing)
+        try:
+            error = ("", "")
+            sync(rows.layout, src=[0, 1])
+        except PeerLost as lost:
+            error, cause = (type(lost).__name__, str(lost)), type(lost.__cause__).__name__
     took = time.monotonic() - begin
-    after = digest(rows.parts[0]), digest(parts.source.snapshot.bits[4]) if rank < 2 else ""
-    unmoved = after[1] == before[1] and (rank < 2 or after[0] == before[0])
-    return error[0], took < TIMEOUT, unmoved, facts(sync(rows.layout, src=[0, 1]))[:5], rows.whole(2)
+    unmoved = digest(snapshot) == before[1] and (rank < 2 or digest(rows.parts[0]) == before[0])
+    return cause, (error, took < TIMEOUT, unmoved, facts(sync(rows.layout, src=[0, 1]))[:5], rows.whole(2))
 
 
 def test_a_source_that_fails_after_the_gather_lets_no_rank_commit_and_the_next_call_goes_on_without_a_seed(ranks: Ranks) -> None:
-    found = ranks.run(source_fails_after_the_gather)
-    assert [error for error, *_ in found] == ["PeerLost", "MemoryError", "PeerLost", "PeerLost"]
-    _, prompt, unmoved, report, _ = same([("", *rest) for _, *rest in found])
+    causes, found = zip(*ranks.run(source_fails_after_the_gather), strict=True)
+    (name, text), prompt, unmoved, report, _ = same(list(found))
+    assert name == "PeerLost" and "rank 1 failed: MemoryError: no room" in text
+    assert causes == ("PeerLost", "MemoryError", "PeerLost", "PeerLost")
     assert prompt and unmoved and report == (2, 1, "delta", "", 60)
 
 

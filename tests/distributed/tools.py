@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dte_dist
+from dte_dist import Layout
 from dte_dist.collectives import channels
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.sync import Parts
@@ -71,3 +73,28 @@ def same(values: list[Any]) -> Any:
     """Return the value that all ranks gave."""
     assert all(value == values[0] for value in values), values
     return values[0]
+
+
+def facts(report: dte_dist.SyncReport) -> tuple[Any, ...]:
+    """The part of a report that is the same on every rank."""
+    return (
+        report.version, report.base_version, report.kind, report.reason, report.changed, report.total, report.wire_bytes,
+        report.gather_bytes, report.dense_bytes, report.frames, report.seeded,
+    )  # fmt: skip
+
+
+class Rows:
+    """A (rows, columns) weight cut by rows over the sources, whole on receivers; no mesh needed."""
+
+    def __init__(self, rank: int, sources: int, shape: tuple[int, int] = (12, 5), tensors: int = 1) -> None:
+        torch.manual_seed(rank)
+        low, high = (rank * shape[0] // sources, (rank + 1) * shape[0] // sources) if rank < sources else (0, shape[0])
+        self.parts = [torch.randn(high - low, shape[1]) for _ in range(tensors)]
+        self.layout = Layout.from_views([(f"w{i:04}", part, shape, (low, 0)) for i, part in enumerate(self.parts)])
+
+    def whole(self, sources: int) -> list[str]:
+        """Hash every tensor as all ranks know it: the sources' parts put together on rank 0, the copy on the others."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.parts)
+        mine = [torch.cat(cut) for cut in zip(*gathered[:sources], strict=True)] if dist.get_rank() < sources else self.parts
+        return [digest(tensor) for tensor in mine]
