@@ -79,8 +79,9 @@ def broken_sync(rank: int, world: int, victim: int | None, flag: str, patience: 
 def block_at(rank: int, flag: str) -> None:
     """Make a receiver stop before it takes its second frame, the root before its second bucket, the other source before it sends any."""
     parts = parts_of(STATE["layout"])
-    place: Any = {0: parts.relay, 1: parts.relay}.get(rank, parts.receiver)
-    name = {0: "_send_bucket", 1: "round"}.get(rank, "take")
+    relay = parts.routes["broadcast"]._relay
+    place: Any = {0: relay, 1: relay}.get(rank, parts.receiver)
+    name = {0: "_send_bucket", 1: "move"}.get(rank, "take")
     original, calls = getattr(place, name), []
 
     def stopping(*args: Any) -> Any:
