@@ -1,6 +1,7 @@
 """Random sweep (gloo, 8 ranks): meshes, placements, shapes, dtypes, densities, source layout x receiver layout; bit-exact.
 
-400 cases; each opens a channel, seeds, and syncs twice more. `DTE_SWEEP=seed` repeats a sweep, `DTE_SWEEP=seed:case` one case.
+400 cases over the root, 200 shard to shard; each opens a channel, seeds, and syncs twice more. `DTE_SWEEP=seed` repeats a
+sweep, `DTE_SWEEP=seed:case` one case.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dte_dist
-from tests.distributed.cases import Case, local_tensor, make_case, same_bits
+from tests.distributed.cases import BITS, Case, local_tensor, make_case, same_bits
 from tests.distributed.launcher import Ranks
 
 WORLD, CASES, BATCH = 8, 400, 50
@@ -46,7 +47,7 @@ class Held(torch.nn.Module):
         return dict(self.named_parameters()) | dict(self.named_buffers())
 
 
-def run_case(case: Case, rank: int, group: dist.ProcessGroup) -> list[str]:
+def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str) -> list[str]:
     """Seed and sync twice; return what is wrong."""
     is_source, is_receiver = rank in case.sources, rank in case.receivers
     rng = torch.Generator().manual_seed(7)
@@ -55,20 +56,22 @@ def run_case(case: Case, rank: int, group: dist.ProcessGroup) -> list[str]:
     if is_receiver:
         blank = {n: torch.zeros_like(case.expected(n)) for n in case.tensors}
         copy = Held({n: local_tensor(t, case.at_receiver[n], case.receivers, rank) for n, t in blank.items()})
-    wrong = []
+    wrong, changed = [], sum(tensor.numel() for tensor in case.tensors.values())
     for step in range(3):
-        report = dte_dist.delta_broadcast(
+        report = getattr(dte_dist, collective)(
             source if source is not None else copy, group, src=case.sources, into=copy if source is not None else None,
             wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=60,
         )  # fmt: skip
-        if (report.version, report.kind) != (step + 1, "delta" if step else "full"):
-            wrong.append(f"{case.seed} step {step}: {report}")
+        if (report.version, report.kind, report.changed) != (step + 1, "delta" if step else "full", changed):
+            wrong.append(f"{case.seed} step {step}: {report}, {changed} expected")
         for name, tensor in copy.tensors().items() if copy is not None else ():
             part = case.at_receiver[name].part(case.expected(name), case.receivers.index(rank))
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if not same_bits(local.reshape(part.shape) if not part.numel() else local, part):
                 wrong.append(f"{case.seed} step {step} rank {rank}: {name} {case.at_source[name]} -> {case.at_receiver[name]}")
+        before = [wire_bits(case, name).clone() for name in case.tensors]
         case.change(rng)
+        changed = sum(int((wire_bits(case, name) != old).sum()) for name, old in zip(case.tensors, before, strict=True))
         for name, tensor in source.tensors().items() if source is not None else ():
             part = case.at_source[name].part(case.tensors[name], case.sources.index(rank))
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -76,25 +79,32 @@ def run_case(case: Case, rank: int, group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
-def sweep(rank: int, world: int, seeds: list[str]) -> list[str]:
+def wire_bits(case: Case, name: str) -> torch.Tensor:
+    """Return the bits of a tensor as it would travel."""
+    expected = case.expected(name)
+    return expected.view(BITS[expected.element_size()])
+
+
+def sweep(rank: int, world: int, seeds: list[str], collective: str) -> list[str]:
     wrong = []
     for seed in seeds:
         case = make_case(seed, world)
         group = dist.new_group(case.group, sort_ranks=False)
         if rank in case.group:
-            wrong += run_case(case, rank, group)
+            wrong += run_case(case, rank, group, collective)
             dist.destroy_process_group(group)
     return wrong
 
 
 _SEED, _, _ONE = os.environ.get("DTE_SWEEP", str(random.SystemRandom().getrandbits(32))).partition(":")
 _NUMBERS = [[int(_ONE)]] if _ONE else [list(range(low, low + BATCH)) for low in range(0, CASES, BATCH)]
+_RUNS = [("delta_broadcast", numbers) for numbers in _NUMBERS] + [("delta_p2p", numbers) for numbers in _NUMBERS[: len(_NUMBERS) // 2 or 1]]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("numbers", _NUMBERS, ids=lambda numbers: f"{_SEED}:{numbers[0]}")
-def test_every_layout_reaches_every_other_bit_for_bit(ranks, numbers, capsys):
+@pytest.mark.parametrize(("collective", "numbers"), _RUNS, ids=[f"{name}-{_SEED}:{numbers[0]}" for name, numbers in _RUNS])
+def test_every_layout_reaches_every_other_bit_for_bit(ranks, collective, numbers, capsys):
     with capsys.disabled():
-        print(f"\nsweep: DTE_SWEEP={_SEED}, cases {numbers[0]} to {numbers[-1]}")
-    wrong = ranks.run(sweep, [f"{_SEED}:{number}" for number in numbers], seconds=280)
+        print(f"\nsweep: {collective}, DTE_SWEEP={_SEED}, cases {numbers[0]} to {numbers[-1]}")
+    wrong = ranks.run(sweep, [f"{_SEED}:{number}" for number in numbers], collective, seconds=280)
     assert [line for lines in wrong for line in lines] == []
