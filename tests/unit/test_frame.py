@@ -130,14 +130,17 @@ def test_any_frame_comes_back(width: int, parts: list[tuple[int, str, int]], sta
         assert torch.equal(torch.arange(length, dtype=torch.int32) if got.positions is None else got.positions, positions)
 
 
-def test_the_writer_copies() -> None:
+def test_the_writer_copies_changes_at_once_and_dense_segments_when_it_finishes() -> None:
     positions, bits = torch.tensor([3, 4], dtype=torch.int32), torch.tensor([5, 6], dtype=torch.int16)
+    whole = bits.clone()
     writer = FrameWriter(EXPECT, "cpu")
     writer.add(1000, 10, positions, bits)
-    writer.add_dense(1010, bits)
+    writer.add_dense(1010, whole)
     positions.zero_()
     bits.zero_()
-    sparse, dense = read_frame(writer.finish(), EXPECT)
+    frame = writer.finish()
+    whole.zero_()
+    sparse, dense = read_frame(frame, EXPECT)
     assert (sparse.positions.tolist(), sparse.bits.tolist(), dense.bits.tolist()) == ([3, 4], [5, 6], [5, 6])
 
 
