@@ -64,43 +64,108 @@ class DeltaError(RuntimeError):
 
 
 class LayoutMismatch(DeltaError):
-    """The ranks do not describe the same model, or a placement cannot be handled."""
+    """The ranks do not describe the same model, or a placement cannot be handled.
+
+    Example:
+        >>> print(LayoutMismatch("shapes differ", slot="w", ranks=[2], expected=(4, 4), got=(4, 5)))
+        shapes differ [slot 'w'; ranks 2; expected (4, 4); got (4, 5)]
+    """
 
 
 class FrameError(DeltaError):
-    """A frame is damaged or does not belong here: nothing of it has been applied."""
+    """A frame is damaged or does not belong here: nothing of it has been applied.
+
+    Example:
+        >>> try:
+        ...     delta_broadcast(module, group)
+        ... except FrameError:
+        ...     delta_broadcast(module, group)  # the next delta contains this one
+    """
 
 
 class VersionError(DeltaError):
-    """A version does not follow from the one that is held."""
+    """A version does not follow from the one that is held.
+
+    Example:
+        >>> issubclass(VersionGap, VersionError), issubclass(VersionReplay, VersionError), issubclass(VersionRestart, VersionError)
+        (True, True, True)
+    """
 
 
 class VersionGap(VersionError):
-    """A delta starts from a later version than the receiver holds: one in between was lost."""
+    """A delta starts from a later version than the receiver holds: one in between was lost.
+
+    Example:
+        >>> try:
+        ...     engine.pull(target_params, version=step)
+        ... except VersionGap:
+        ...     ask_for_full(step)  # push(..., full=True) on the other side
+    """
 
 
 class VersionReplay(VersionError):
-    """A version that the receiver already holds, or an older one, was asked for again."""
+    """A version that the receiver already holds, or an older one, was asked for again.
+
+    Example:
+        >>> try:
+        ...     delta_broadcast(module, group, version=step)
+        ... except VersionReplay:
+        ...     delta_broadcast(module, group)  # the next version
+    """
 
 
 class VersionRestart(VersionError):
-    """A delta comes from another run of the trainer than the one the receiver follows."""
+    """A delta comes from another run of the trainer than the one the receiver follows.
+
+    Example:
+        >>> try:
+        ...     engine.pull(target_params, version=step)
+        ... except VersionRestart:
+        ...     ask_for_full(step)
+    """
 
 
 class PeerLost(DeltaError):
-    """A rank died, closed its connections or did not answer in time; the channel is unusable."""
+    """A rank died, closed its connections or did not answer in time; the channel is unusable.
+
+    Example:
+        >>> try:
+        ...     delta_broadcast(module, group, timeout=60)
+        ... except PeerLost:
+        ...     group = form_group_of_survivors()
+        ...     delta_broadcast(module, group, timeout=60)  # no seed for receivers at the right version
+    """
 
 
 class ChannelClosed(DeltaError):
-    """The channel was closed, or broke in an earlier call."""
+    """The channel was closed, or broke in an earlier call.
+
+    Example:
+        >>> print(ChannelClosed("the channel is closed: it was closed", fix="call again; a new channel opens"))
+        the channel is closed: it was closed. Way out: call again; a new channel opens.
+    """
 
 
 class ApplyFailed(DeltaError):
-    """A receiver failed while writing: it is marked dirty and is seeded again by the next sync."""
+    """A rank failed after the vote, while writing: it has no version and is seeded again by the next sync.
+
+    Example:
+        >>> try:
+        ...     delta_broadcast(module, group)
+        ... except ApplyFailed:
+        ...     report = delta_broadcast(module, group)  # report.seeded names the rank
+    """
 
 
 class SyncFailed(DeltaError):
-    """Code of the caller (a detector, say) or of the machine raised during a sync; nothing moved."""
+    """Code of the caller (a detector, say) or of the machine raised during a sync; nothing moved.
+
+    Example:
+        >>> try:
+        ...     delta_broadcast(module, group, detector=find)
+        ... except SyncFailed as error:
+        ...     raise error  # on the rank where it began, its cause is what `find` raised
+    """
 
 
 _FAMILY: dict[str, type[Exception]] = {

@@ -19,7 +19,13 @@ __all__ = ["Detector", "Snapshot"]
 
 Detector = Callable[[Tensor, Tensor], Tensor]
 """A caller's own search for changes: (live bits, known bits) of one segment, 1-D integer views in wire dtype, to the ascending int32
-or int64 positions of all elements that may differ. It may name too many elements; one it forgets stays stale. It gets copies."""
+or int64 positions of all elements that may differ. It may name too many elements; one it forgets stays stale. It gets copies.
+
+Example:
+    >>> def everywhere(live, known):
+    ...     return (live != known).nonzero().view(-1)
+    >>> report = delta_broadcast(module, group, detector=everywhere)
+"""
 
 
 class Snapshot:
