@@ -7,7 +7,7 @@ nothing of the package's geometry.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ class Case:
         tensors: full tensors by name, the truth.
         at_source, at_receiver: how each side holds each of them.
         wire: dtype on the wire, by name, where it is not the source's.
+        ties: second name to first name of tensors that the sources tie.
+        receivers_tie: whether the receivers tie them too.
     """
 
     seed: str
@@ -81,18 +83,36 @@ class Case:
     wire: dict[str, torch.dtype]
     bucket_bytes: int
     density: float
+    ties: dict[str, str] = field(default_factory=dict)
+    receivers_tie: bool = False
 
     def expected(self, name: str) -> Tensor:
-        """Return what receivers must hold of a tensor, as a full tensor."""
-        return self.tensors[name].to(self.wire.get(name, self.tensors[name].dtype))
+        """Return what receivers must hold of a tensor, as a full tensor.
 
-    def change(self, rng: torch.Generator) -> None:
-        """Change bits of the truth, in place."""
-        for tensor in self.tensors.values():
+        Cast in one dimension: torch casts a NaN to other bits where a tensor has no dimension.
+        """
+        full = self.tensors[name]
+        return full.reshape(-1).to(self.wire.get(name, full.dtype)).reshape(full.shape)
+
+    def slots(self) -> list[str]:
+        """Return the names of the model, tied ones once."""
+        return [name for name in self.tensors if name not in self.ties]
+
+    def on_wire(self) -> dict[str, Tensor]:
+        """Return the bits that the model has on the wire, by slot."""
+        return {name: self.expected(name).clone().view(BITS[self.expected(name).element_size()]) for name in self.slots()}
+
+    def change(self, rng: torch.Generator) -> int:
+        """Change bits of the truth, in place; return of how many elements of the model the bits on the wire changed."""
+        before = self.on_wire()
+        for name in self.slots():
+            tensor = self.tensors[name]
             bits = tensor.view(BITS[tensor.element_size()])
             noise = random_bits(tensor.shape, tensor.dtype, rng)
             where = torch.rand(tensor.shape, generator=rng) < self.density
             bits.copy_(torch.where(where, noise.view(bits.dtype), bits))
+        after = self.on_wire()
+        return sum(int((before[name] != after[name]).sum()) for name in before)
 
 
 def random_bits(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
@@ -120,10 +140,17 @@ def make_case(seed: str, world: int, most: int = 5) -> Case:
         at_source[name], at_receiver[name] = _held(pick, n_sources, len(shape)), _held(pick, n_receivers, len(shape))
         if dtype == torch.float32 and pick.random() < 0.6:
             wire[name] = torch.bfloat16
+    ties, receivers_tie = {}, pick.random() < 0.5
+    if pick.random() < 0.3:
+        first, second = "layer.0.w", "layer.x.tied"
+        ties[second], tensors[second], at_source[second] = first, tensors[first], at_source[first]
+        at_receiver[second] = at_receiver[first] if receivers_tie else _held(pick, n_receivers, tensors[first].dim())
+        if first in wire:
+            wire[second] = wire[first]
     group = pick.sample(ranks, len(ranks))
     bucket_bytes = pick.choice((64, 1000, 1 << 14, 1 << 24))
     density = pick.choice((0.0, 0.01, 0.1, 0.5, 1.0))
-    return Case(seed, sources, receivers, group, tensors, at_source, at_receiver, wire, bucket_bytes, density)
+    return Case(seed, sources, receivers, group, tensors, at_source, at_receiver, wire, bucket_bytes, density, ties, receivers_tie)
 
 
 def _held(pick: random.Random, ranks: int, dims: int) -> Held:

@@ -52,8 +52,9 @@ def _grow(rank: int, world: int) -> dict[str, int]:
     _change(model.weights, 0)
     gc.collect()
     before = _memory("VmRSS")
+    _reset_peak()
     dte_dist.delta_broadcast(model, bucket_bytes=BUCKET)
-    figures = {"seeded": _memory("VmRSS") - before}
+    figures = {"peak of the seed": _memory("VmHWM") - before, "seeded": _memory("VmRSS") - before}
     for step in range(60):
         if rank == 0:
             _change(model.weights, step)
@@ -74,6 +75,9 @@ def test_memory_is_snapshot_patch_and_two_buckets_and_does_not_grow(ranks, capsy
     with capsys.disabled():
         for name, figures in (("source", source), ("receiver", receiver)):
             print(f"\n{name}: " + ", ".join(f"{key} {value / MIB:.1f} MiB" for key, value in figures.items() if key != "changed"), end="")
+    for name in ("peak of the seed", "seeded"):
+        assert source[name] <= SHARD + 2 * BUCKET + 16 * MIB
+        assert receiver[name] <= 2 * BUCKET + 16 * MIB
     assert 0.009 < source["changed"] / (SHARD // 2) < 0.011
     staged = source["changed"] * (8 + 2)  # int64 position and bf16 bits
     assert source["peak 9"] <= SHARD + 2 * BUCKET + 64 * MIB

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from dte_dist import Layout
+from dte_dist.engine.receiver import ReceiverState
+from dte_dist.transport.relay import Relay
 from tests.distributed.launcher import Outcome, Ranks
-from tests.distributed.tools import caught, channel_of, digest, parts_of, sync
+from tests.distributed.tools import caught, channel_of, digest, sync
 
 SHAPE, TENSORS, PATIENCE = (16, 8), 4, 20.0
 STATE: dict[str, Any] = {}
@@ -78,20 +80,17 @@ def broken_sync(rank: int, world: int, victim: int | None, flag: str, patience: 
 
 def block_at(rank: int, flag: str) -> None:
     """Make a receiver stop before it takes its second frame, the root before its second bucket, the other source before it sends any."""
-    parts = parts_of(STATE["layout"])
-    relay = parts.routes["broadcast"]._relay
-    place: Any = {0: relay, 1: relay}.get(rank, parts.receiver)
-    name = {0: "_send_bucket", 1: "move"}.get(rank, "take")
+    place, name, number = {0: (Relay, "_send_bucket", 2), 1: (Relay, "move", 1)}.get(rank, (ReceiverState, "take", 2))
     original, calls = getattr(place, name), []
 
     def stopping(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) == (1 if rank == 1 else 2):
+        if len(calls) == number:
             Path(flag).touch()
             threading.Event().wait()
         return original(*args)
 
-    setattr(place, name, stopping)
+    setattr(place, name, stopping)  # for good: this rank will be killed
 
 
 def go_on(rank: int, world: int, members: list[int], rendezvous: str, sources: int) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dte_dist
-from tests.distributed.cases import BITS, Case, local_tensor, make_case, same_bits
+from tests.distributed.cases import Case, local_tensor, make_case, same_bits
 from tests.distributed.launcher import Ranks
 
 WORLD, CASES, BATCH = 8, 400, 50
@@ -31,6 +31,7 @@ class Held(torch.nn.Module):
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
+        parameters = {id(t): torch.nn.Parameter(t, requires_grad=False) for t in tensors.values() if t.is_floating_point()}
         for name, tensor in tensors.items():
             *path, leaf = name.split(".")
             module: torch.nn.Module = self
@@ -39,50 +40,46 @@ class Held(torch.nn.Module):
                     module.add_module(part, torch.nn.Module())
                 module = module.get_submodule(part)
             if tensor.is_floating_point():
-                module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+                module.register_parameter(leaf, parameters[id(tensor)])
             else:
                 module.register_buffer(leaf, tensor)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self.named_parameters()) | dict(self.named_buffers())
+        return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
 
 
 def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str) -> list[str]:
     """Seed and sync twice; return what is wrong."""
     is_source, is_receiver = rank in case.sources, rank in case.receivers
     rng = torch.Generator().manual_seed(7)
-    source = Held({n: local_tensor(t, case.at_source[n], case.sources, rank) for n, t in case.tensors.items()}) if is_source else None
-    copy = None
+    source = copy = None
+    if is_source:
+        held = {n: local_tensor(t, case.at_source[n], case.sources, rank) for n, t in case.tensors.items()}
+        source = Held(held | {second: held[first] for second, first in case.ties.items()})
     if is_receiver:
         blank = {n: torch.zeros_like(case.expected(n)) for n in case.tensors}
-        copy = Held({n: local_tensor(t, case.at_receiver[n], case.receivers, rank) for n, t in blank.items()})
-    wrong, changed = [], sum(tensor.numel() for tensor in case.tensors.values())
+        held = {n: local_tensor(t, case.at_receiver[n], case.receivers, rank) for n, t in blank.items()}
+        copy = Held(held | {second: held[first] for second, first in case.ties.items() if case.receivers_tie})
+    changed = total = sum(case.tensors[name].numel() for name in case.slots())
+    wrong = []
     for step in range(3):
         report = getattr(dte_dist, collective)(
             source if source is not None else copy, group, src=case.sources, into=copy if source is not None else None,
             wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=60,
         )  # fmt: skip
-        if (report.version, report.kind, report.changed) != (step + 1, "delta" if step else "full", changed):
-            wrong.append(f"{case.seed} step {step}: {report}, {changed} expected")
+        if (report.version, report.kind, report.changed, report.total) != (step + 1, "delta" if step else "full", changed, total):
+            wrong.append(f"{case.seed} step {step}: {report}, {changed} of {total} expected")
         for name, tensor in copy.tensors().items() if copy is not None else ():
             part = case.at_receiver[name].part(case.expected(name), case.receivers.index(rank))
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if not same_bits(local.reshape(part.shape) if not part.numel() else local, part):
                 wrong.append(f"{case.seed} step {step} rank {rank}: {name} {case.at_source[name]} -> {case.at_receiver[name]}")
-        before = [wire_bits(case, name).clone() for name in case.tensors]
-        case.change(rng)
-        changed = sum(int((wire_bits(case, name) != old).sum()) for name, old in zip(case.tensors, before, strict=True))
+        changed = case.change(rng)
         for name, tensor in source.tensors().items() if source is not None else ():
             part = case.at_source[name].part(case.tensors[name], case.sources.index(rank))
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             local.copy_(part.reshape(local.shape))
     return wrong
-
-
-def wire_bits(case: Case, name: str) -> torch.Tensor:
-    """Return the bits of a tensor as it would travel."""
-    expected = case.expected(name)
-    return expected.view(BITS[expected.element_size()])
 
 
 def sweep(rank: int, world: int, seeds: list[str], collective: str) -> list[str]:
