@@ -30,7 +30,8 @@ int32 or int64 by width; positions are int32, and where they count in a whole fl
 
 The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits for the device, so
 a caller may collect many and ask once. Only its `diff` (to learn the count) and its `scatter` (to learn which tensors
-are touched) wait themselves, once a call. Both modules leave every version counter of autograd as an in-place op would.
+are touched) wait themselves, once a call,
+and so does `translate` of `torch_remap`, which `place` and `fetch` go through. Both modules leave every version counter of autograd as an in-place op would.
 """
 
 from __future__ import annotations
