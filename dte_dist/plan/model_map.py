@@ -4,9 +4,8 @@ Every rank builds the same `ModelMap` from the same descriptions, without furthe
 
 1. Slots: the union of what the sources hold, tied names being one slot.
 2. Receivers are held against the slots: missing, extra, other shape, other dtype.
-3. Contributors: of all sources that hold the same block of a slot, the one of lowest rank sends it. That is coordinate 0
-   on every replicated axis of a mesh, and stays the same for the life of the channel (replicas drift apart in
-   the last bit, so another choice next time would send the drift).
+3. Contributors: of all sources that hold the same block of a slot, one sends it (`plan.contributors`), the same for the life of
+   the channel.
 4. Coverage: the contributed blocks of a slot must be disjoint and together be the whole slot.
 """
 
@@ -22,6 +21,7 @@ import torch
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Coordinates, Entry, Manifest
+from dte_dist.plan.contributors import choose_contributors
 from dte_dist.plan.coverage import first_gap, refuse_gap
 from dte_dist.plan.inventory import Inventory
 from dte_dist.plan.space import FlatSpace, Pieces, spaces_of
@@ -105,7 +105,9 @@ class ModelMap:
             self._check_receiver(ranks, holding)
         inventory = Inventory(self.slot_of)
         held = {rank: _owned(inventory, rank, holding) for rank, holding in sorted(sources.items())}
-        self.source_spaces = {rank: spaces_of(pieces, widths) for rank, pieces in self._contributions(held).items()}
+        meshed = {id(holding.manifest): _on_mesh(holding.manifest) for _, holding in _distinct(sources)}
+        on_mesh = {rank: meshed[id(sources[rank].manifest)][pieces.entry] for rank, pieces in held.items()}
+        self.source_spaces = {rank: spaces_of(pieces, widths) for rank, pieces in self._contributions(held, on_mesh).items()}
         self.receiver_spaces = _receiver_spaces(inventory, receivers, widths)
 
     def slot_of(self, name: str) -> int:
@@ -160,13 +162,13 @@ class ModelMap:
             what = "a receiver lacks a tensor that the sources have" + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
             raise LayoutMismatch(what, slot=missing[0], ranks=ranks, fix=_BUILD)
 
-    def _contributions(self, held: Mapping[int, Pieces]) -> dict[int, Pieces]:
+    def _contributions(self, held: Mapping[int, Pieces], on_mesh: Mapping[int, np.ndarray]) -> dict[int, Pieces]:
         """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks of a slot tile it."""
         ranks, sizes = list(held), [len(pieces) for pieces in held.values()]
         slot, block, rank = (np.concatenate(each) for each in (
             [pieces.slot for pieces in held.values()], [pieces.block for pieces in held.values()], [np.repeat(ranks, sizes)],
         ))  # fmt: skip
-        _, first = np.unique(slot * (1 + block.max(initial=0)) + block, return_index=True)
+        first = choose_contributors(slot, block, np.concatenate(list(on_mesh.values())))
         table = next(iter(held.values())).table
         gap = first_gap([slot.numel for slot in self.slots], slot[first], block[first], table)
         if gap is not None:
@@ -187,6 +189,10 @@ def _owned(inventory: Inventory, rank: int, holding: Holding) -> Pieces:
         what = f"another source ties {rivals[0]} and {rivals[1]}, this one does not"
         raise LayoutMismatch(what, slot=rivals[0], ranks=[rank], fix="tie them on every source, or on none")
     return pieces
+
+
+def _on_mesh(manifest: Manifest) -> np.ndarray:
+    return np.array([entry.placement.mesh is not None for entry in manifest.entries], np.bool_)
 
 
 def _receiver_spaces(

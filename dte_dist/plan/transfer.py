@@ -73,9 +73,9 @@ class Held:
 class Plan:
     """Say how every element comes from the source that contributes it to every receiver that holds it.
 
-    Of replicas (equal blocks on several sources) the one that the channel chose sends, for all receivers and for good: the
-    source of lowest rank, which is `ModelMap`'s contributor. Replicas of a trained weight drift apart in the last bit, so another
-    choice, or a different one per receiver, would give receivers bits that differ, or send the drift as if it were training.
+    Of replicas (equal blocks on several sources) one sends, for all receivers and for good; replicas on a mesh take turns, slot by slot
+    (`plan.contributors`). Replicas of a trained weight drift apart in the last bit, so a different one per receiver would give
+    receivers bits that differ, and another one later would send the drift as if it were training.
 
     Attributes:
         ops: a sequence of `TransferOp`, in order of slot, sender and receiver; they are made when they are looked at.

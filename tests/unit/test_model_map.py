@@ -113,6 +113,22 @@ def test_of_replicas_the_first_contributes():
     assert holders(ModelMap({rank: everywhere[rank] for rank in (1, 2, 3)}, receivers)) == {"w": [1, 2], "norm": [1], "plain": [1]}
 
 
+def test_replicas_on_a_mesh_take_turns():
+    """Of slots that are cut alike; each replica sends its part of them, whatever else lies between them in the order of names."""
+    entries = [entry(f"{layer}.{name}", shape, placement=REPLICATED) for layer in range(6) for name, shape in (("b", (6,)), ("w", (4, 6)))]
+    shared = manifest(*entries, entry("z.plain"), mesh=(3,))
+    model = ModelMap(on_mesh(shared, (3,)), {3: whole(*(entry(each.name, each.shape) for each in entries), "z.plain")})
+    found = holders(model)
+    assert [found[f"{layer}.{name}"] for name in "bw" for layer in range(6)] == 2 * [[0], [1], [2], [0], [1], [2]]
+    assert found["z.plain"] == [0]
+
+
+def test_the_parts_of_hsdp_come_from_all_ranks():
+    shared = manifest(*(entry(f"{layer}", placement=Placement(0, (Cut(0, 1),))) for layer in range(4)), mesh=(2, 2))
+    found = holders(ModelMap(on_mesh(shared, (2, 2)), {9: whole(*map(str, range(4)))}))
+    assert found == {"0": [0, 1], "1": [2, 3], "2": [0, 1], "3": [2, 3]}
+
+
 def test_the_order_in_which_ranks_are_named_does_not_matter():
     everywhere = on_mesh(manifest(entry("w", placement=Placement(0, (Cut(0, 1),))), mesh=(2, 2)), (2, 2))
     models = [ModelMap({rank: everywhere[rank] for rank in order}, {9: whole("w")}) for order in ([0, 1, 2, 3], [2, 3, 1, 0])]
