@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["PHASES", "Phases", "SyncReport"]
+__all__ = ["PHASES", "Phases", "SyncReport", "size"]
 
 PHASES = ("wait", "detect", "encode", "gather", "wire", "decode", "apply", "commit")
 """The phases of a sync, in the order in which they begin."""
@@ -60,6 +60,7 @@ class SyncReport:
         frames: number of frames that were not empty.
         seeded: group ranks that were seeded densely.
         route: the way that frames took, "broadcast" or "p2p".
+        route_reason: why, where it was chosen by route="auto"; else empty.
         busiest_bytes: bytes of frames that the busiest rank sent, or received, whichever is more.
         seconds: of the whole call on this rank, opening the channel included; with async_op, from the call to the end of the work.
         phases: seconds by phase, on this rank; see `PHASES`.
@@ -83,6 +84,7 @@ class SyncReport:
     seeded: tuple[int, ...]
     seconds: float
     route: str = "broadcast"
+    route_reason: str = ""
     busiest_bytes: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, int] = field(default_factory=dict)
@@ -96,15 +98,22 @@ class SyncReport:
         base = "none" if self.base_version is None else f"v{self.base_version}"
         why = f" ({self.reason})" if self.reason else ""
         times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name in PHASES if (seconds := self.phases.get(name, 0.0)) >= 5e-5)
+        route = f" over {self.route} ({self.route_reason})" if self.route_reason else ""
         ratio = f", {self.dense_bytes / self.wire_bytes:.1f}x" if self.wire_bytes else ""
         return (
             f"{base} -> v{self.version} {self.kind}{why}: {self.changed:,} of {self.total:,} changed ({self.density * 100:.2f} %), "
-            f"{_bytes(self.wire_bytes)} to each receiver (dense {_bytes(self.dense_bytes)}{ratio}), "
-            f"{self.frames} frame{'' if self.frames == 1 else 's'}, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
+            f"{size(self.wire_bytes)} to each receiver (dense {size(self.dense_bytes)}{ratio}), "
+            f"{self.frames} frame{'' if self.frames == 1 else 's'}{route}, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
         )
 
 
-def _bytes(number: float) -> str:
+def size(number: float) -> str:
+    """Write a number of bytes as a person reads it.
+
+    Example:
+        >>> size(936), size(2_500_000)
+        ('936 B', '2.5 MB')
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000 or unit == "GB":
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

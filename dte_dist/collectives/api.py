@@ -18,7 +18,7 @@ from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.channels import find_or_open, is_in_use
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
-from dte_dist.collectives.routes import RouteName
+from dte_dist.collectives.routes import RouteOption
 from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
 from dte_dist.errors import DeltaError, PeerLost
@@ -33,7 +33,6 @@ _BUCKET_BYTES = 16 << 20
 _TIMEOUT = timedelta(minutes=10)
 
 _log = logging.getLogger(__name__)
-
 
 
 @overload
@@ -63,6 +62,7 @@ def delta_broadcast(
     anchor_interval: int | None = None,
     bucket_bytes: int = _BUCKET_BYTES,
     timeout: timedelta | float = _TIMEOUT,
+    route: RouteOption = "broadcast",
 ) -> SyncReport | DeltaWork:
     """Make the receivers' copy of a module bit-identical to the sources', moving only what changed since the last call.
 
@@ -90,6 +90,8 @@ def delta_broadcast(
         anchor_interval: send everything after so many deltas.
         bucket_bytes: bytes that travel at once; a source and a receiver each hold two buckets.
         timeout: seconds (or timedelta) that any one wait for another rank may take.
+        route: "broadcast" over the root; "p2p" from shard to shard, as `delta_p2p`; or "auto", whichever moves fewer bytes through
+            the busiest rank: `report.route` and `report.route_reason` say which and why.
 
     Returns:
         A `SyncReport`, or with async_op a `DeltaWork` whose `wait` returns it.
@@ -119,8 +121,9 @@ def delta_broadcast(
         "anchor_interval": anchor_interval,
         "bucket_bytes": bucket_bytes,
         "timeout": timeout,
+        "route": route,
     }
-    return _sync("broadcast", module, group, src, async_op, said=said)
+    return _sync(module, group, src, async_op, said=said)
 
 
 @overload
@@ -147,7 +150,7 @@ def delta_p2p(
 
     Args:
         module, group, src, async_op: as for `delta_broadcast`.
-        options: its keyword options.
+        options: its keyword options; `route` is "p2p" unless said otherwise.
 
     Returns:
         A `SyncReport`, whose `wire_bytes` are those of the receiver that got most; with async_op a `DeltaWork`.
@@ -158,12 +161,13 @@ def delta_p2p(
     Example:
         >>> report = dte_dist.delta_p2p(module, group, into=rollout_module)
     """
-    return _sync("p2p", module, group, src, async_op, said=options)
+    unknown = options.keys() - CallOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"delta_p2p() got an unexpected keyword argument {min(unknown)!r}")
+    return _sync(module, group, src, async_op, said={"route": "p2p", **options})
 
 
-def _sync(
-    route: RouteName, module: Module, group: ProcessGroup | None, src: Ranks | None, async_op: bool, *, said: CallOptions
-) -> SyncReport | DeltaWork:
+def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_op: bool, *, said: CallOptions) -> SyncReport | DeltaWork:
     """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
     pg = dist.group.WORLD if group is None else group
     if pg is None or dist.get_rank(pg) < 0:
@@ -173,7 +177,7 @@ def _sync(
     try:
         if into is module:
             raise ValueError("into= must be another module: a rank that is both source and receiver has two copies")
-        check_call(said.get("version"), said.get("mode", "delta"))
+        check_call(said.get("version"), said.get("mode", "delta"), said["route"])
         options = _options(pg, src, said)
     except (ValueError, DeltaError) as caught:
         error = caught
@@ -184,7 +188,7 @@ def _sync(
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
-    call = _Call(module, pg, options, error, route, said)
+    call = _Call(module, pg, options, error, said)
     running.join(module, into)
     with torch.inference_mode(False), torch.no_grad():  # what a channel keeps must outlive a caller's inference_mode
         if not async_op:
@@ -218,7 +222,6 @@ class _Call:
     group: ProcessGroup
     options: Options
     error: Exception | None
-    route: RouteName
     said: CallOptions
     begin: float = field(default_factory=time.perf_counter)
 
@@ -247,7 +250,7 @@ class _Call:
         said = self.said
         channel = find_or_open(self.module, self.group, said.get("into"), self.options, self.error)
         version, mode, detector = said.get("version"), said.get("mode", "delta"), said.get("detector")
-        return channel, channel.prepare(version, mode, detector, self.route, self.begin, check=lambda: self._check(channel))
+        return channel, channel.prepare(version, mode, detector, self.said["route"], self.begin, check=lambda: self._check(channel))
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""
@@ -258,4 +261,3 @@ class _Call:
             names = ", ".join(different)
             fix = "pass the same, or call dte_dist.close(module, group) on every rank first"
             raise ValueError(f"{names}: not what the call that opened the channel passed; {fix}")
-

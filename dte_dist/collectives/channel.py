@@ -16,11 +16,12 @@ from dataclasses import replace
 
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives.options import Options
-from dte_dist.collectives.routes import ROUTES, RouteName
+from dte_dist.collectives.routes import Chosen, RouteOption
 from dte_dist.collectives.sync import Agreed, Parts, Prepared, Sync
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.control import REASONS, ControlRow
 from dte_dist.errors import ChannelClosed, PeerLost
+from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.groups import LossBoard, Wire
 
@@ -68,27 +69,30 @@ class Channel:
                 wire.close()
 
     def prepare(
-        self, version: int | None, mode: str, detector: Detector | None, route: RouteName, begin: float, *, check: Callable[[], None]
+        self, version: int | None, mode: str, detector: Detector | None, option: RouteOption, begin: float, *, check: Callable[[], None]
     ) -> Prepared:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
-            version, mode, detector, route: of the call.
+            version, mode, detector, option: of the call; the last is the route.
             begin: when it began, `time.perf_counter`.
             check: raises if the arguments of the call make no sense.
         """
         phases = Phases()
         source, receiver = self.parts.source, self.parts.receiver
         reason, error = self._full_reason(mode), None
+        chosen: Chosen = "broadcast", ""
         try:
             check()
+            chosen = self.parts.routes.choose(option)
+            route = self.parts.routes[chosen[0]]
             if source is not None:
-                source.prepare(version or source.chain.version + 1, bool(reason), phases, detector, self.parts.routes[route].lanes)
+                source.prepare(version or source.chain.version + 1, bool(reason), phases, detector, route.lanes)
             if receiver is not None:
-                receiver.begin(self.parts.routes[route].remaps)
+                receiver.begin(route.remaps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
-        return Prepared(replace(self._row(error, version, reason), route=ROUTES.index(route)), error, phases, begin, route)
+        return Prepared(replace(self._row(error, version, reason), route=ROUTES.index(chosen[0])), error, phases, begin, chosen)
 
     def run(self, prepared: Prepared) -> SyncReport:
         """Run the rest of a sync; all ranks of the group must call.

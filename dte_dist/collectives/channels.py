@@ -32,11 +32,12 @@ from dte_dist.collectives.work import THREAD_NAME
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
-from dte_dist.errors import PeerLost
+from dte_dist.errors import LayoutMismatch, PeerLost
 from dte_dist.layout import Layout, refuse_overlaps
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.space import FlatSpace
+from dte_dist.plan.transfer import Plan
 from dte_dist.transport.exchange import Exchange
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
@@ -166,23 +167,25 @@ def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
 def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
     membership = Membership.join(group, options.timeout)
     opening = _Opening(membership, [], options)
+    built: Channel | None = None
     channel: Channel | None = None
     try:
         control = Wire("control", range(membership.size), membership, "gloo")
         opening.wires.append(control)
         agreement, mine = _agree(control, lambda: describe(module, into, options, membership.backends), error)
         try:
-            channel = opening.build(agreement, mine, _kept.get(module), module if into is None else into)
+            built = opening.build(agreement, mine, _kept.get(module), module if into is None else into)
         except PeerLost:
             raise
         except Exception as caught:  # told to all ranks in the last row
             error = caught
-        if control.rows(np.array([error is not None], np.int64)).any() or channel is None:
-            channel = None
+        rows = control.rows(np.array([error is not None, *np.frombuffer(agreement.model.digest(), np.int64)], np.int64))
+        if rows[:, 0].any():
             raise_together(control, error)
+        _refuse_other_plan(rows[:, 1:])
+        channel = built
         _kept.pop(module, None)
     except PeerLost as error:
-        channel = None
         raise PeerLost(LossBoard(membership).agree(str(error))) from error
     finally:
         if channel is None:
@@ -198,6 +201,14 @@ def _agree(control: Wire, describe_mine: Callable[[], Described], error: Excepti
     except Exception as caught:  # told to all ranks in the first row
         error = caught
     return agree(control, mine, error), mine  # type: ignore[return-value]  # agree raised where there is none
+
+
+def _refuse_other_plan(digests: np.ndarray) -> None:
+    """Refuse to go on where ranks made different plans of the same descriptions; all see the same rows."""
+    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    if others:
+        fix = "run the same version of dte_dist on every rank"
+        raise LayoutMismatch("ranks come to different plans for the same layouts", ranks=[0, *others], fix=fix)
 
 
 @dataclass(slots=True)
@@ -230,6 +241,7 @@ class _Opening:
         routes = Routes(
             lambda: RelayRoute(model, schedule, source, receiver, relay=relay, root=root),
             lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
+            lambda: Plan.of(model, root),
         )
         parts = Parts(agreement, self.wires[0], routes, source, receiver)
         return Channel(self.options, parts, LossBoard(self.membership), self.wires)

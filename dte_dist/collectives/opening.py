@@ -4,7 +4,7 @@
 2. Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer cost one message.
 3. The coordinates of each rank on its meshes go round: they tell a rank's block from its neighbour's.
 4. Every rank builds the same `ModelMap` from them and derives everything else. Whoever fails says so in the last row,
-   and then all ranks raise that error.
+   and then all ranks raise that error. The row also carries a hash of the map: nobody goes on with another plan than the others.
 """
 
 from __future__ import annotations

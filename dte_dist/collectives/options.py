@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.change.snapshot import Detector
+from dte_dist.collectives.routes import AUTO, RouteOption
 from dte_dist.layout import Layout, Manifest, Rename, Select
 from dte_dist.plan.model_map import WireTypes
+from dte_dist.plan.transfer import ROUTES
 
 __all__ = ["CallOptions", "Options", "Ranks", "WireDtype", "check_call", "group_ranks", "layout_of", "wire_types"]
 
@@ -40,6 +42,7 @@ class CallOptions(TypedDict, total=False):
     anchor_interval: int | None
     bucket_bytes: int
     timeout: timedelta | float
+    route: RouteOption
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,12 +136,14 @@ def _numbers(ranks: Any) -> list[int]:
     return [ranks] if isinstance(ranks, int) else [int(rank) for rank in ranks]
 
 
-def check_call(version: Any, mode: Any) -> None:
-    """Raise ValueError unless a version is None or a positive int that fits, and a mode is known."""
+def check_call(version: Any, mode: Any, route: Any) -> None:
+    """Raise ValueError unless a version is None or a positive int that fits, and mode and route are known."""
     if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 1 <= version < 1 << 62):
         raise ValueError(f"version must be None or an int from 1 to 2^62 - 1, got {version!r}")
     if mode not in ("delta", "full"):
         raise ValueError(f'mode must be "delta" or "full", got {mode!r}')
+    if route not in (*ROUTES, AUTO):
+        raise ValueError(f'route must be "broadcast", "p2p" or "auto", got {route!r}')
 
 
 def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:

@@ -13,6 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Final, Literal, TypeVar
 
 from torch import Tensor
@@ -26,16 +27,19 @@ from dte_dist.plan.pairs import lanes_of, pair_spaces
 from dte_dist.plan.remap import Remap, build_remaps
 from dte_dist.plan.schedule import Chunk, Parcel, Schedule
 from dte_dist.plan.space import FlatSpace
+from dte_dist.plan.transfer import ROUTES, Plan, RouteName
 from dte_dist.report import Phases
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.exchange import Exchange, Sized
 from dte_dist.transport.relay import Relay
 
-__all__ = ["ROUTES", "Load", "P2PRoute", "RelayRoute", "Route", "RouteName", "Routes", "Sizes"]
+__all__ = ["AUTO", "Chosen", "Load", "P2PRoute", "RelayRoute", "Route", "RouteOption", "Routes", "Sizes"]
 
-RouteName = Literal["broadcast", "p2p"]
-ROUTES: Final[tuple[RouteName, ...]] = ("broadcast", "p2p")
+RouteOption = RouteName | Literal["auto"]
+AUTO: Final = "auto"
 
+Chosen = tuple[RouteName, str]
+"""A route, and why it was taken if it was not the caller who said so."""
 
 Sizes = Mapping[int, Sequence[int]]
 """By source, the bytes of each of its frames; 0 where nothing changed."""
@@ -242,16 +246,26 @@ class Routes(Mapping[RouteName, Route]):
 
     Args:
         broadcast, p2p: build the route of this name.
+        plan: build the plan, from which "auto" chooses.
     """
 
-    def __init__(self, broadcast: Callable[[], Route], p2p: Callable[[], Route]) -> None:
+    def __init__(self, broadcast: Callable[[], Route], p2p: Callable[[], Route], plan: Callable[[], Plan]) -> None:
         self._makers: dict[RouteName, Callable[[], Route]] = {"broadcast": broadcast, "p2p": p2p}
+        self._plan = plan
         self._made: dict[RouteName, Route] = {}
 
     def __getitem__(self, name: RouteName) -> Route:
         if name not in self._made:
             self._made[name] = self._makers[name]()
         return self._made[name]
+
+    def choose(self, option: RouteOption) -> Chosen:
+        """Return the route that a caller asks for; "auto" is the same on all ranks, since the plan is."""
+        return self._best if option == AUTO else (option, "")
+
+    @cached_property
+    def _best(self) -> Chosen:
+        return self._plan().choose_route()
 
     def __iter__(self) -> Iterator[RouteName]:
         return iter(ROUTES)

@@ -16,19 +16,20 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import numpy as np
 
 from dte_dist.collectives.opening import Agreement, raise_together
-from dte_dist.collectives.routes import ROUTES, Load, Route, RouteName, Sizes
+from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import ControlRow, Decision, decide
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState, most_size
 from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch, PeerLost
+from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.groups import Wire
 
@@ -54,7 +55,7 @@ class Parts:
 
     agreement: Agreement
     control: Wire
-    routes: Mapping[RouteName, Route]
+    routes: Routes
     source: SourceState | None
     receiver: ReceiverState | None
 
@@ -68,14 +69,14 @@ class Prepared:
         error: what went wrong so far, to be told to all.
         phases: seconds so far.
         begin: when the call began, `time.perf_counter`.
-        route: that frames take.
+        chosen: the route that frames take.
     """
 
     row: ControlRow
     error: Exception | None
     phases: Phases
     begin: float
-    route: RouteName
+    chosen: Chosen
 
 
 class Agreed(Exception):
@@ -101,7 +102,7 @@ class Sync:
         self._parts, self._prepared = parts, prepared
         self._source, self._receiver = parts.source, parts.receiver
         self._phases = prepared.phases
-        self._route = parts.routes[prepared.route]
+        self._route = parts.routes[prepared.chosen[0]]
         self._load, self._gathered = Load(), 0
         self.begun = False
 
@@ -225,7 +226,7 @@ class Sync:
             kind="full" if decision.is_full else "delta", reason=decision.reason,
             changed=model.numel if decision.is_full else sum(row.changed for row in rows), total=model.numel,
             wire_bytes=max(load.received_by(decision.followers or decision.seeded)), gather_bytes=self._gathered, dense_bytes=model.nbytes,
-            busiest_bytes=load.busiest(), frames=load.frames, route=self._route.name,
+            busiest_bytes=load.busiest(), frames=load.frames, route=self._route.name, route_reason=self._prepared.chosen[1],
             seeded=decision.seeded, seconds=time.perf_counter() - self._prepared.begin, phases=dict(self._phases.seconds),
             codecs=dict(self._source.codecs) if self._source is not None else {},
         )  # fmt: skip

@@ -11,6 +11,7 @@ Every rank builds the same `ModelMap` from the same descriptions, without furthe
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -110,14 +111,27 @@ class ModelMap:
         self.source_spaces = {rank: spaces_of(pieces, widths) for rank, pieces in self._contributions(held, on_mesh).items()}
         self.receiver_spaces = _receiver_spaces(inventory, receivers, widths)
 
+    def digest(self) -> bytes:
+        """Return 16 bytes that differ when the slots, or what any rank contributes or holds, differ."""
+        hashed = hashlib.blake2b(repr(self.slots).encode(), digest_size=16)
+        tables: dict[int, bytes] = {}  # of blocks; ranks share them
+        for side in (self.source_spaces, self.receiver_spaces):
+            for rank, spaces in side.items():
+                for width, space in spaces.items():
+                    pieces, table = space.pieces, space.pieces.table
+                    if id(table) not in tables:
+                        tables[id(table)] = hashlib.blake2b(repr(table.blocks).encode(), digest_size=16).digest()
+                    hashed.update(b"%d %d %d " % (rank, width, len(pieces)) + tables[id(table)])
+                    for column in (pieces.slot, pieces.entry, pieces.block):
+                        hashed.update(np.ascontiguousarray(column))
+        return hashed.digest()
+
     def slot_of(self, name: str) -> int:
         """Return the index of the slot that a name, tied or not, belongs to."""
         return self._index[self._names.canonical(name)]
 
     def _slots_of(self, sources: Mapping[int, Holding], receivers: Mapping[int, Holding]) -> tuple[Slot, ...]:
-        received = {
-            self._names.canonical(entry.name): entry for _, holding in _distinct(receivers) for entry in holding.manifest.entries
-        }
+        received = {self._names.canonical(entry.name): entry for _, holding in _distinct(receivers) for entry in holding.manifest.entries}
         slots: dict[str, tuple[Slot, list[int]]] = {}
         for ranks, holding in _distinct(sources):
             chosen = self._chosen(ranks, holding.wire)
@@ -195,9 +209,7 @@ def _on_mesh(manifest: Manifest) -> np.ndarray:
     return np.array([entry.placement.mesh is not None for entry in manifest.entries], np.bool_)
 
 
-def _receiver_spaces(
-    inventory: Inventory, receivers: Mapping[int, Holding], widths: np.ndarray
-) -> dict[int, dict[int, FlatSpace]]:
+def _receiver_spaces(inventory: Inventory, receivers: Mapping[int, Holding], widths: np.ndarray) -> dict[int, dict[int, FlatSpace]]:
     """Lay out what the receivers hold; those placed alike share it."""
     known: dict[tuple[int, Coordinates], dict[int, FlatSpace]] = {}
     for holding in receivers.values():

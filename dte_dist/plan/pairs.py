@@ -65,4 +65,3 @@ def _intersections(a: np.ndarray, b: np.ndarray, of_a: BlockTable, of_b: BlockTa
     pairs, which = np.unique(a * len(of_b) + b, return_inverse=True)
     numbers = [table.number(intersection(of_a.blocks[pair // len(of_b)], of_b.blocks[pair % len(of_b)])) for pair in pairs.tolist()]
     return np.array(numbers, np.int64)[which]
-

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, product
-from typing import Literal, NoReturn
+from itertools import chain, pairwise, product
+from typing import Final, Literal, NoReturn
 
 import numpy as np
 
@@ -23,8 +23,13 @@ from dte_dist.plan.model_map import Holding, ModelMap, Slot
 from dte_dist.plan.overlap import _axis
 from dte_dist.plan.space import BlockTable, FlatSpace
 from dte_dist.plan.transfer_ops import Box, Boxes, Ends, Group, TransferOp, TransferOps
+from dte_dist.report import size
 
-__all__ = ["Held", "Plan", "TransferOp"]
+__all__ = ["ROUTES", "Held", "Plan", "RouteName", "TransferOp"]
+
+RouteName = Literal["broadcast", "p2p"]
+ROUTES: Final[tuple[RouteName, ...]] = ("broadcast", "p2p")
+"""The ways that changes take; a control row names one by its index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,9 +124,14 @@ class Plan:
             raise ValueError("a plan needs at least one source")
         known: list[Manifest] = []
         model = ModelMap(*({rank: _holding(each, known) for rank, each in side.items()} for side in (sources, receivers)))
+        return cls.of(model, next(iter(sources)))
+
+    @classmethod
+    def of(cls, model: ModelMap, root: int) -> Plan:
+        """Return the plan of a model map whose broadcast goes over source `root`."""
         sent, held = (Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces))
         sizes = {rank: sum(width * space.numel for width, space in spaces.items()) for rank, spaces in model.source_spaces.items()}
-        return cls(_Meeting(sent, held).ops(model.slots), model.slots, held, {rank: sizes[rank] for rank in sources})
+        return cls(_Meeting(sent, held).ops(model.slots), model.slots, held, {root: sizes.pop(root), **sizes})
 
     @cached_property
     def _columns(self) -> TransferOps:
@@ -200,7 +210,7 @@ class Plan:
         """
         return self._traffic.get((send, recv), 0)
 
-    def busiest_bytes(self, route: Literal["broadcast", "p2p"]) -> int:
+    def busiest_bytes(self, route: RouteName) -> int:
         """Return the most dense bytes that one rank sends or receives in one sync on a route: a bound, reached if everything changes.
 
         On "p2p" every sender sends each receiver what that one holds. On "broadcast" the sources send what they contribute to the root, the
@@ -216,18 +226,53 @@ class Plan:
             >>> plan.busiest_bytes("p2p"), plan.busiest_bytes("broadcast")
             (96, 48)
         """
-        if route not in ("broadcast", "p2p"):
+        return max(max(load.values(), default=0) for load in self._loads(route))
+
+    def total_bytes(self, route: RouteName) -> int:
+        """Return the most dense bytes that all ranks together send in one sync on a route; otherwise as `busiest_bytes`.
+
+        Raises:
+            ValueError: there is no such route.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> Plan.between({0: layout}, {1: layout, 2: layout}).total_bytes("broadcast")
+            96
+        """
+        return self._loads(route)[0].total()
+
+    def choose_route(self) -> tuple[RouteName, str]:
+        """Return the route on which the busiest rank has least to move, or else all ranks together; and why.
+
+        Example:
+            >>> import torch
+            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> Plan.between({0: layout}, {1: layout, 2: layout}).choose_route()
+            ('broadcast', 'busiest rank 48 B, 96 B over p2p')
+        """
+        costs = {route: (self.busiest_bytes(route), self.total_bytes(route)) for route in ROUTES}
+        best, other = sorted(ROUTES, key=costs.__getitem__)  # the first of equals is broadcast: fewer messages
+        which = 0 if costs[best][0] != costs[other][0] else 1
+        what = ("busiest rank", "all ranks together")[which]
+        return best, f"{what} {size(costs[best][which])}, {size(costs[other][which])} over {other}"
+
+    def _loads(self, route: RouteName) -> tuple[Counter[int], Counter[int]]:
+        """Return the dense bytes that each rank sends, and those that each receives."""
+        if route not in ROUTES:
             raise ValueError(f'a route is "broadcast" or "p2p", not {route!r}')
-        if route == "broadcast":
-            root, own = next(iter(self.contributed.items()))
-            everything = sum(self.contributed.values())
-            return everything if set(self.held.rank.tolist()) - {root} else everything - own
         sent, received = Counter[int](), Counter[int]()
-        for (sender, receiver), size in self._traffic.items():
+        for (sender, receiver), nbytes in (self._traffic if route == "p2p" else self._relayed()).items():
             if sender != receiver:
-                sent[sender] += size
-                received[receiver] += size
-        return max([*sent.values(), *received.values()], default=0)
+                sent[sender] += nbytes
+                received[receiver] += nbytes
+        return sent, received
+
+    def _relayed(self) -> dict[tuple[int, int], int]:
+        """Return the bytes from rank to rank when the root gathers and a chain of receivers passes on."""
+        root, everything = next(iter(self.contributed)), sum(self.contributed.values())
+        line = [root, *sorted(set(self.held.rank.tolist()) - {root})]
+        return {(source, root): nbytes for source, nbytes in self.contributed.items()} | dict.fromkeys(pairwise(line), everything)
 
 
 class _Meeting:

@@ -103,6 +103,33 @@ def test_a_receiver_of_half_the_columns_gets_half_the_bytes_and_as_many_as_the_r
     assert max(figures["p2p"][1] for figures in results[4:]) == results[0]["p2p"][0]
 
 
+def auto(rank: int, world: int, sources: list[int], receivers: list[int] | None) -> list[tuple[str, str, bool]]:
+    """Sync with route="auto": sources sharded by rows; receivers by columns, or whole if None."""
+    dim = 0 if rank in sources else 1
+    holders = sources if rank in sources else receivers
+    start = _truth(0) if rank in sources else torch.zeros_like(_truth(0))
+    module = _module(torch.nn.Parameter(start, requires_grad=False) if holders is None else _shard(start, holders, rank, dim))
+    found = []
+    for step, collective in enumerate((dte_dist.delta_broadcast, dte_dist.delta_p2p, dte_dist.delta_broadcast)):
+        report = collective(module, src=sources, route="auto")
+        expected = _truth(step) if holders is None else _truth(step).chunk(len(holders), dim)[holders.index(rank)].contiguous()
+        found.append((report.route, report.route_reason, same_bits(_local(module), expected)))
+        if rank in sources:
+            _local(module).copy_(_truth(step + 1).chunk(len(sources), 0)[rank])
+    dte_dist.close(module)
+    return found
+
+
+def test_auto_takes_the_route_whose_busiest_rank_moves_least(ranks) -> None:
+    everything = ROWS * COLUMNS * 2
+    for found in ranks.run(auto, [0, 1, 2, 3], [4, 5]):
+        half, whole = f"{everything / 2 / 1000:.1f} kB", f"{everything / 1000:.1f} kB"
+        assert found == [("p2p", f"busiest rank {half}, {whole} over broadcast", True)] * 3
+    for found in ranks.run(auto, [0], None):
+        five = f"{everything * 5 / 1000:.1f} kB"
+        assert found == [("broadcast", f"busiest rank {whole}, {five} over p2p", True)] * 3
+
+
 def colocated(rank: int, world: int) -> tuple[list[bool], list[str], list[bool]]:
     """Each of two ranks trains rows and infers columns."""
     both = [0, 1]
