@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist.layout import LocalTensors
+
 __all__ = ["BITS", "FlatTensors", "starts_of"]
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,6 +41,8 @@ class FlatTensors:
     Args:
         tensors: tensors of one device whose elements all have `width` bytes; any shape, dtype and strides.
         width: bytes of one element (1, 2, 4 or 8).
+        starts: position of each tensor's first element, if known.
+        known: addresses, and whether each is contiguous, if known.
 
     Attributes:
         tensors: the tensors, as given.
@@ -54,14 +58,25 @@ class FlatTensors:
 
     __slots__ = ("addresses", "device", "starts", "strided", "tensors", "width")
 
-    def __init__(self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> None:
         self.tensors = tuple(tensors)
         self.width = width
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.starts = starts_of([t.numel() for t in self.tensors]) if starts is None else starts
-        self.addresses = np.array(list(map(Tensor.data_ptr, self.tensors)), np.int64)
-        self.strided = tuple(np.flatnonzero(~np.array(list(map(Tensor.is_contiguous, self.tensors)), np.bool_)).tolist())
-        self.addresses[list(self.strided)] = 0
+        if known is None:
+            local = LocalTensors.of(self.tensors)
+            known = local.addresses, local.contiguous
+        self.addresses, contiguous = known
+        self.addresses[~contiguous] = 0
+        self.strided = tuple(np.flatnonzero(~contiguous).tolist())
+
+    @classmethod
+    def part(cls, local: LocalTensors, entries: np.ndarray, width: int, starts: np.ndarray) -> FlatTensors:
+        """Lay out some of a layout's tensors, by their indices, without asking each of them again."""
+        tensors = local.tensors
+        return cls([tensors[entry] for entry in entries.tolist()], width, starts, (local.addresses[entries], local.contiguous[entries]))
 
     def __len__(self) -> int:
         return int(self.starts[-1])

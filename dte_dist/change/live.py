@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,17 +20,15 @@ class LiveSpace:
     """Local tensors of one width on the wire, laid end to end.
 
     Args:
-        tensors: the local tensors as they are now, of one device.
+        flat: the local tensors as they are now, of one device; its width is that of an element on the wire.
         dtypes: of each on the wire, all of one element size.
-        width: that element size, in bytes.
-        starts: int64[len(tensors) + 1], position of each tensor's first element.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], width: int, starts: np.ndarray) -> None:
+    def __init__(self, flat: FlatTensors, dtypes: Sequence[torch.dtype]) -> None:
         self._dtypes = dtypes
-        self._width = width
-        self._flat = FlatTensors(tensors, width, starts)
-        self._cast = [tensor.dtype for tensor in tensors] != list(dtypes)
+        self._width = flat.width
+        self._flat = flat
+        self._cast = [tensor.dtype for tensor in flat.tensors] != list(dtypes)
 
     def window(self, begin: int, end: int, scratch: Tensor) -> tuple[FlatTensors, int]:
         """Return a table that holds elements [begin, end) in wire dtype, and the position of `begin` in it.

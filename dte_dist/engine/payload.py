@@ -25,8 +25,8 @@ from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.named import named, refuse_difference, slots_of
-from dte_dist.engine.source import one_device
 from dte_dist.errors import FrameError, LayoutMismatch
+from dte_dist.layout import one_device
 from dte_dist.transport.base import Payload
 
 __all__ = [

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from dte_dist.change.flat import FlatTensors
 from dte_dist.codec import FrameHead, Segment, read_frame
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.errors import FrameError
-from dte_dist.layout import Layout
+from dte_dist.layout import Layout, LocalTensors
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.remap import Remap, build_remaps
@@ -53,7 +52,7 @@ class ReceiverState:
         }  # fmt: skip
         self._staged = StagedPatch()
         self._targets: Mapping[int, Target] = {}
-        self._tensors: Sequence[Tensor] = []
+        self._local: LocalTensors | None = None
         self.disturbed = False
 
     def begin(self, remaps: Mapping[int, Mapping[int, Sequence[Remap]]] | None = None) -> None:
@@ -64,13 +63,13 @@ class ReceiverState:
         """
         self._staged.clear()
         self.error = None
-        self._tensors = self._layout.tensors()
-        self.disturbed = self.chain.version != NONE and self.chain.marks not in (None, _marks(self._tensors))
+        local = self._local = self._layout.read()
+        self.disturbed = self.chain.version != NONE and self.chain.marks not in (None, local.marks())
         if self.disturbed:
             self.chain.version = NONE
         tables = self.remaps if remaps is None else remaps
         self._targets = {
-            width: Target(FlatTensors([self._tensors[entry] for entry in space.pieces.entry.tolist()], width, space.starts), tables[width])
+            width: Target(FlatTensors.part(local, space.pieces.entry, width, space.starts), tables[width])
             for width, space in self._spaces.items()
         }
 
@@ -110,18 +109,12 @@ class ReceiverState:
     def commit(self, version: int, stream: int, *, full: bool = False) -> None:
         """Move to `version`."""
         self.chain.move(version, stream, full=full)
-        self.chain.marks = _marks(self._tensors)
+        self.chain.marks = self._local.marks() if self._local is not None else None
         self.rollback()
 
     def rollback(self) -> None:
         """Forget what is staged."""
         self._staged.clear()
         self._targets = {}
-        self._tensors = []
+        self._local = None
         self.error = None
-
-
-def _marks(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no writes."""
-    counted = [tensor for tensor, is_inference in zip(tensors, map(Tensor.is_inference, tensors), strict=True) if not is_inference]
-    return tuple(map(Tensor.data_ptr, tensors)), tuple([tensor._version for tensor in counted])

@@ -9,25 +9,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from dte_dist.change.flat import FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
 from dte_dist.codec import dense_size, prefers_dense
 from dte_dist.engine.chain import NONE, Chain, Step
 from dte_dist.engine.lanes import Lanes, Outbox, RelayLanes
-from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import Layout
+from dte_dist.layout import Layout, LocalTensors, one_device
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import SEGMENT, Chunk, Schedule
 from dte_dist.plan.space import FlatSpace
 from dte_dist.report import Phases
 
-__all__ = ["SourceState", "most_size", "one_device", "seed_size"]
+__all__ = ["SourceState", "most_size", "seed_size"]
 
 
 class SourceState:
@@ -64,9 +63,7 @@ class SourceState:
         self._outbox: Outbox | None = None
         self._frames: list[Tensor] = []
 
-    def prepare(
-        self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None
-    ) -> None:
+    def prepare(self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None) -> None:
         """Look at the live tensors, once, for a delta to `version` or a full sync.
 
         Args:
@@ -78,8 +75,8 @@ class SourceState:
         """
         self.rollback()
         with phases("detect"):
-            tensors = self._layout.tensors()
-            live, device = self._live(tensors), one_device(tensors)
+            local = self._layout.read()
+            live, device = self._live(local), one_device(local.tensors)
             if self.snapshot is None:
                 totals = {width: space.numel for width, space in self.spaces.items()}
                 self.snapshot = Snapshot(totals, device, SEGMENT)
@@ -104,9 +101,7 @@ class SourceState:
                 snapshot.refresh(live[chunk.width], chunk.width, chunk.segments())
         self.changed = sum(space.numel for space in self.spaces.values())
 
-    def _find(
-        self, live: Mapping[int, LiveSpace], known: Snapshot, outbox: Outbox, phases: Phases, detector: Detector | None
-    ) -> None:
+    def _find(self, live: Mapping[int, LiveSpace], known: Snapshot, outbox: Outbox, phases: Phases, detector: Detector | None) -> None:
         """Put all changes into an outbox, segment by segment."""
         for chunk in self._schedule.chunks(self._rank):
             width = chunk.width
@@ -166,11 +161,11 @@ class SourceState:
             raise RuntimeError("a source has no snapshot before its first prepare()")
         return self.snapshot
 
-    def _live(self, tensors: Sequence[Tensor]) -> dict[int, LiveSpace]:
-        live = {}
-        for width, space in self.spaces.items():
-            live[width] = LiveSpace([tensors[entry] for entry in space.pieces.entry.tolist()], self._dtypes[width], width, space.starts)
-        return live
+    def _live(self, local: LocalTensors) -> dict[int, LiveSpace]:
+        return {
+            width: LiveSpace(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width])
+            for width, space in self.spaces.items()
+        }
 
 
 def seed_size(chunk: Chunk) -> int:
@@ -181,16 +176,3 @@ def seed_size(chunk: Chunk) -> int:
 def most_size(chunk: Chunk) -> int:
     """Return a bound on the bytes of any frame of a chunk: two padded streams instead of one per segment."""
     return seed_size(chunk) + 16 * sum(1 for _ in chunk.segments())
-
-
-def one_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the device that all tensors are on.
-
-    Raises:
-        LayoutMismatch: they are on several.
-    """
-    if len(set(map(Tensor.get_device, tensors))) > 1:
-        devices = {tensor.device for tensor in tensors}
-        fix = "move the module to one device, or leave tensors out with select="
-        raise LayoutMismatch("the tensors of a module are on several devices", got=sorted(map(str, devices)), fix=fix)
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.change.flat import BITS, starts_of
+from dte_dist.change.flat import BITS, FlatTensors, starts_of
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
 from dte_dist.engine.payload import Change, flat_bits, index_dtype, refuse_reserved, write_payload
-from dte_dist.engine.source import one_device
 from dte_dist.errors import VersionError, VersionReplay
+from dte_dist.layout import one_device
 from dte_dist.plan.schedule import SEGMENT
 from dte_dist.transport.base import Payload
 
@@ -172,7 +172,7 @@ class DeltaTracker:
         if self._snapshot.device != device:
             self._snapshot.move(device)
         for width, space in self._spaces.items():
-            live = LiveSpace([tensors[name] for name in space.names], space.dtypes, width, space.starts)
+            live = LiveSpace(FlatTensors([tensors[name] for name in space.names], width, space.starts), space.dtypes)
             for index, parts in _found(self._snapshot, live, width, space).items():
                 yield self._change(space.names[index], tensors[space.names[index]], parts)
 

@@ -7,6 +7,7 @@ the `Block` of every slot on that rank. Nothing here communicates.
 from dte_dist.layout.blocks import Block, Cut, Run, Runs, chunk_bounds, cut_block
 from dte_dist.layout.dtypes import DTYPES
 from dte_dist.layout.layout import Layout
+from dte_dist.layout.local import LocalTensors, one_device
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.names import Rename, Select, canonical_name
 from dte_dist.layout.overlaps import refuse_overlaps
@@ -21,6 +22,7 @@ __all__ = [
     "Cut",
     "Entry",
     "Layout",
+    "LocalTensors",
     "Manifest",
     "MeshSpec",
     "Placement",
@@ -32,5 +34,6 @@ __all__ = [
     "canonical_name",
     "chunk_bounds",
     "cut_block",
+    "one_device",
     "refuse_overlaps",
 ]

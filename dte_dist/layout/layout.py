@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import is_, is_not, ne
+from operator import is_, is_not
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.describe import Describer, settled
+from dte_dist.layout.local import LocalTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree
 from dte_dist.layout.names import NameRule, Rename, Select, refuse_duplicates
@@ -29,9 +30,6 @@ __all__ = ["Layout"]
 
 _PLAIN: Final = {Tensor, nn.Parameter}
 _REOPEN: Final = "open a new channel, or build a new layout, for the changed module"
-
-
-_MARKS = Tensor.data_ptr, Tensor.numel, Tensor.element_size, Tensor.is_contiguous
 
 
 class Layout:
@@ -57,7 +55,7 @@ class Layout:
         self._objects = self._resolve()
         entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
         local = _locals(self._objects)
-        self._marks = _marks(local)
+        self._before = LocalTensors.of(local).forget()
         self._device_types = [tensor.device.type for tensor in local]
         self._pairs = [index for index, tensor in enumerate(local) if tensor.dtype is torch.complex128]
         self.manifest = Manifest.build(entries, self._describer.meshes, _ties(entries, self._objects, local))
@@ -153,6 +151,10 @@ class Layout:
         Raises:
             LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot.
         """
+        return list(self.read().tensors)
+
+    def read(self) -> LocalTensors:
+        """Return what `tensors` returns, with what was learnt of them on the way."""
         if self._follow is not None:
             self._follow_module(self._follow)
         objects = self._resolve()
@@ -160,16 +162,16 @@ class Layout:
         for index in replaced:
             self._check(index, objects[index])
         local = _locals(objects)
-        marks = _marks(local)
-        moved = [] if marks == self._marks else _differing(map(ne, marks, self._marks))
+        read = LocalTensors.of(local)
+        moved = read.moved(self._before).tolist()
         for index in moved:
             self._check(index, objects[index])
         if replaced or moved:
             self._check_ties(objects, local)
-        self._objects, self._marks = objects, marks
+        self._objects, self._before = objects, read.forget()
         for index in self._pairs:
             local[index] = torch.view_as_real(local[index].detach())
-        return local
+        return read
 
     def _follow_module(self, follow: _Follower) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""
@@ -240,11 +242,6 @@ def _locals(objects: Sequence[Any]) -> list[Tensor]:
     return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(settled, objects))
 
 
-def _marks(local: Sequence[Tensor]) -> list[tuple[Any, ...]]:
-    """Return what tells cheaply that a tensor is still the one that was checked: address, size, element size, row-major or not."""
-    return list(zip(*(map(what, local) for what in _MARKS), strict=True))
-
-
 def _differing(differences: Iterable[bool]) -> list[int]:
     return [index for index, differs in enumerate(differences) if differs]
 
@@ -286,5 +283,3 @@ def _raise_changed(before: Manifest, now: Manifest) -> None:
     for name, entry in mine.items():
         _refuse_difference(entry, theirs[name])
     raise LayoutMismatch("the meshes or tied tensors of the module changed", expected=before.ties, got=now.ties, fix=_REOPEN)
-
-
