@@ -20,7 +20,7 @@ from dte_dist.change.snapshot import Detector, Snapshot
 from dte_dist.codec import dense_size, prefers_dense
 from dte_dist.engine.chain import NONE, Chain, Step
 from dte_dist.engine.lanes import Lanes, Outbox, RelayLanes
-from dte_dist.layout import Layout, LocalTensors, one_device
+from dte_dist.layout import Layout, LocalTensors
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import SEGMENT, Chunk, Schedule
 from dte_dist.plan.space import FlatSpace
@@ -76,7 +76,7 @@ class SourceState:
         self.rollback()
         with phases("detect"):
             local = self._layout.read()
-            live, device = self._live(local), one_device(local.tensors)
+            live, device = self._live(local), local.device or torch.device("cpu")
             if self.snapshot is None:
                 totals = {width: space.numel for width, space in self.spaces.items()}
                 self.snapshot = Snapshot(totals, device, SEGMENT)

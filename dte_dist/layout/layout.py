@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import is_, is_not
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.describe import Describer, settled
-from dte_dist.layout.local import LocalTensors
+from dte_dist.layout.local import LocalTensors, one_device
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree
 from dte_dist.layout.names import NameRule, Rename, Select, refuse_duplicates
@@ -56,6 +57,7 @@ class Layout:
         entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
         local = _locals(self._objects)
         self._before = LocalTensors.of(local).forget()
+        self._device: torch.device | None = None
         self._device_types = [tensor.device.type for tensor in local]
         self._pairs = [index for index, tensor in enumerate(local) if tensor.dtype is torch.complex128]
         self.manifest = Manifest.build(entries, self._describer.meshes, _ties(entries, self._objects, local))
@@ -149,7 +151,8 @@ class Layout:
         pairs of float64. The tensors may require grad: read and write them under `no_grad`.
 
         Raises:
-            LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot.
+            LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot. Or the
+                tensors are on several devices.
         """
         return list(self.read().tensors)
 
@@ -168,10 +171,12 @@ class Layout:
             self._check(index, objects[index])
         if replaced or moved:
             self._check_ties(objects, local)
+        if replaced or moved or self._device is None:
+            self._device = one_device(local)
         self._objects, self._before = objects, read.forget()
         for index in self._pairs:
             local[index] = torch.view_as_real(local[index].detach())
-        return read
+        return replace(read, device=self._device)
 
     def _follow_module(self, follow: _Follower) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""
