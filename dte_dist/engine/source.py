@@ -76,7 +76,7 @@ class SourceState:
         self.rollback()
         with phases("detect"):
             local = self._layout.read()
-            live, device = self._live(local), local.device or torch.device("cpu")
+            live, device = self._live(local), local.device
             if self.snapshot is None:
                 totals = {width: space.numel for width, space in self.spaces.items()}
                 self.snapshot = Snapshot(totals, device, SEGMENT)

@@ -26,7 +26,7 @@ class LocalTensors:
         tensors: the tensors.
         addresses, numels: int64[tensors], memory address and number of elements of each.
         contiguous: bool[tensors], whether each is row-major without gaps.
-        device: that all are on, if it has been asked for.
+        device: that all are on; `of` does not ask, see `one_device`.
 
     Example:
         >>> local = LocalTensors.of([torch.zeros(2, 3), torch.zeros(2, 3).t()])
@@ -38,11 +38,11 @@ class LocalTensors:
     addresses: np.ndarray
     numels: np.ndarray
     contiguous: np.ndarray
-    device: torch.device | None = None
+    device: torch.device = torch.device("cpu")
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> LocalTensors:
-        """Ask each tensor, but not for its device."""
+        """Ask each tensor all but its device."""
         count = len(tensors)
         addresses, numels = (np.fromiter(map(what, tensors), np.int64, count) for what in (Tensor.data_ptr, Tensor.numel))
         return cls(tensors, addresses, numels, np.fromiter(map(Tensor.is_contiguous, tensors), np.bool_, count))
