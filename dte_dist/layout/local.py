@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from dte_dist.errors import LayoutMismatch
 
 __all__ = ["LocalTensors", "one_device"]
+
+_CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +41,7 @@ class LocalTensors:
     addresses: np.ndarray
     numels: np.ndarray
     contiguous: np.ndarray
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> LocalTensors:
@@ -75,4 +78,4 @@ def one_device(tensors: Sequence[Tensor]) -> torch.device:
         devices = sorted({str(tensor.device) for tensor in tensors})
         fix = "move the module to one device, or leave tensors out with select="
         raise LayoutMismatch("the tensors of a module are on several devices", got=devices, fix=fix)
-    return tensors[0].device if tensors else torch.device("cpu")
+    return tensors[0].device if tensors else _CPU
