@@ -144,7 +144,7 @@ class FrameWriter:
         table = np.array(self._entries, ENTRY).view(np.uint8)
         size = HEAD.itemsize + len(table) + sum(stream.numel() for stream in self._streams)
         head = heads.pack_head(self._head, size=size, segments=len(self._entries))
-        start = torch.from_numpy(np.concatenate([head, table])).to(self._device)
+        start = torch.from_numpy(np.concatenate([head, table])).to(self._device, non_blocking=True)
         frame = torch.cat([start, *self._streams], out=out)
         frame.view(torch.int64)[CHECKSUM_WORD] = kernels.on(self._device).checksum(frame, CHECKSUM_WORD)
         return frame

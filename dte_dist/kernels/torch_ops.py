@@ -9,6 +9,7 @@ which tensors a `scatter` touches: each of these waits once a call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -57,7 +58,7 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
     Raises:
         IndexError: a position is outside `flat`; nothing has been written.
     """
-    starts = torch.from_numpy(flat.starts).to(positions.device)
+    starts = torch.from_numpy(flat.starts).to(positions.device, non_blocking=True)
     positions = positions.to(torch.int64)
     ascending, *bounds = torch.cat([sorted_below(positions, len(flat)).view(1), torch.searchsorted(positions, starts)]).tolist()
     if not ascending:
@@ -89,7 +90,7 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
     borders = (torch.arange(1, blocks + 1, device=positions.device) << _BLOCK_BITS).clamp_(max=length).to(torch.int32)
     ends = torch.searchsorted(positions, borders, out_int32=True)
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    offsets = (positions & 0xFFFF).to(torch.uint16)
+    offsets = (positions & 0xFFFF).to(torch.int16)  # few ops know uint16 on an accelerator
     return torch.cat([counts.view(torch.uint8), offsets.view(torch.uint8)])
 
 
@@ -98,14 +99,14 @@ def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bo
     blocks = _blocks(length)
     if stream.numel() != 4 * blocks + 2 * count:
         return False
-    counts, offsets = stream[: 4 * blocks].view(torch.int32), stream[4 * blocks :].view(torch.uint16)
+    counts, offsets = stream[: 4 * blocks].view(torch.int32), stream[4 * blocks :].view(torch.int16)
     ends = counts.cumsum(0, dtype=torch.int64)
     sound = (counts >= 0).all() & (counts.sum() == count)
     if not count:
         return sound
     # Unsound counts give block numbers that are wrong but in range.
     block = torch.searchsorted(ends, torch.arange(count, device=stream.device), right=True).clamp_(0, blocks - 1)
-    positions.copy_((block << _BLOCK_BITS) | offsets.to(torch.int64))
+    positions.copy_((block << _BLOCK_BITS) | (offsets.to(torch.int64) & 0xFFFF))
     return sound & sorted_below(positions, length)
 
 
@@ -158,7 +159,7 @@ def put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
         if view.is_contiguous():
             view.view(-1).index_copy_(0, positions, bits)
         else:
-            view.index_put_(torch.unravel_index(positions, view.shape), bits)
+            view.index_put_(_coordinates(positions, view.shape), bits)
 
 
 def _writable(flat: Flat, index: int) -> Tensor:
@@ -177,6 +178,15 @@ def _around(view: Tensor, low: int, high: int) -> tuple[Tensor, int]:
     if last - first == 1 and view.dim() > 1:
         return _around(view[first], low, high)
     return view[first:last], low
+
+
+def _coordinates(positions: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return what `torch.unravel_index` returns, which waits for the device."""
+    coordinates = []
+    for size in reversed(shape):
+        coordinates.append(positions % size)
+        positions = positions // size
+    return tuple(reversed(coordinates))
 
 
 def _live(flat: Flat, begin: int, end: int) -> Tensor:

@@ -63,7 +63,7 @@ class _DeviceTables:
 
     def __init__(self, remap: Tables, device: torch.device) -> None:
         def column(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
+            return torch.from_numpy(array).to(device, non_blocking=True)
 
         self.begin, self.end, self.shift, self.origin = map(column, (remap.begin, remap.end, remap.shift, remap.origin))
         self.axes, self.inner = column(remap.axes), column(remap.axis + remap.axes - 1)
