@@ -1,0 +1,97 @@
+"""Times `delta_broadcast` and `delta_p2p` beside what a user would pick instead, and checks every call bit for bit.
+
+    torchrun --standalone --nproc-per-node 4 launch/bench.py --preset quick
+    python launch/bench.py --preset links --links 1gbit
+
+1. A preset (configs/bench_<name>.toml) lists scenarios: how many ranks, which model, how much of it changes, which methods.
+2. In each repetition all methods take turns on the same ranks, weights and buffers. Each gets an update of its own, of one density.
+3. Before every timed call all ranks meet; its time is that of the slowest rank. Afterwards, not timed, all ranks compare bits.
+4. Rank 0 prints a table and writes the rows as JSON; `launch/bench_report.py` makes docs/results.md from such files.
+
+The methods: (a) `dense_broadcast`, everything gathered with `full_tensor()`, packed and broadcast; (b) `dense_p2p`, a dense reshard
+by `delta_p2p`; (c) `published`, the design of public trainers (see benchlib/published.py); and the deltas of this package.
+
+Without torchrun the bench starts the ranks itself, as many as the preset needs. With `--links` it gives each a network
+namespace of its own behind a link of that rate (see benchlib/links.py), which needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchlib.check import NotExact
+from benchlib.context import LOOPBACK, Context
+from benchlib.launcher import STARTED, launch
+from benchlib.links import NetworkError
+from benchlib.plots import draw
+from benchlib.rows import Row, write_rows
+from benchlib.run import run_all
+from benchlib.settings import Flags, Scenario, read_flags
+from benchlib.show import print_tables
+
+_PATIENCE = timedelta(hours=2)  # ranks that a scenario does not need wait for it to end
+
+
+def main() -> int:
+    flags, scenarios = read_flags()
+    ranks = max(scenario.sources + scenario.receivers for scenario in scenarios)
+    if "RANK" not in os.environ:
+        return start(ranks, flags)
+    if flags.links and STARTED not in os.environ:
+        return complain("--links starts the ranks itself: run it without torchrun")
+    if int(os.environ["WORLD_SIZE"]) < ranks:
+        return complain(f"preset {flags.preset} needs {ranks} ranks: torchrun --standalone --nproc-per-node {ranks} launch/bench.py ...")
+    dist.init_process_group("gloo", timeout=_PATIENCE)
+    try:
+        return run(flags, scenarios)
+    except NotExact as error:
+        return complain(f"NOT BIT-EXACT: {error}")
+    finally:
+        dist.destroy_process_group()
+
+
+def start(ranks: int, flags: Flags) -> int:
+    """Start the ranks and wait for them."""
+    try:
+        return launch(__file__, sys.argv[1:], ranks, flags.links)
+    except NetworkError as error:
+        return complain(str(error))
+    except KeyboardInterrupt:
+        return complain("interrupted")
+
+
+def run(flags: Flags, scenarios: list[Scenario]) -> int:
+    """All scenarios, on one rank."""
+    leads = dist.get_rank() == 0
+
+    def say(text: str) -> None:
+        if leads:
+            print(text, flush=True)
+
+    def done(rows: list[Row]) -> None:
+        if leads:
+            write_rows(flags.json, rows)
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rows = run_all(scenarios, Context(Path(flags.preset).stem, str(flags.links or LOOPBACK), say, done))
+    if leads:
+        print_tables(rows)
+        for path in draw(rows, flags.plots) if flags.plots else ():
+            print(f"plot: {path}")
+        print(f"every receiver was bit-exact after every call; rows: {flags.json}", flush=True)
+    return 0
+
+
+def complain(text: str) -> int:
+    print(text, file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of launch/bench.py; start reading there."""

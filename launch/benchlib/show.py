@@ -1,0 +1,86 @@
+"""The tables on the terminal and in documents: one for each scenario, with ratios to the three baselines."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+
+from benchlib.rows import Row, baseline
+from benchlib.settings import BASELINES
+
+__all__ = ["cells", "head", "markdown", "print_tables", "tables"]
+
+_HEAD = ("changed", "method", "median", "vs (a)", "vs (b)", "vs (c)", "to each receiver", "B/change", "limit", "CPU", "memory s/r")
+
+
+def head(row: Row) -> str:
+    """Return what the rows of one table have in common."""
+    if row.kind == "compile":
+        return f"{row.scenario}: kernels for bf16, one process"
+    what = f"{row.scenario}: {row.sources}+{row.receivers}, {row.model_mib:g} MiB bf16 in {row.tensors} tensors, {row.links}"
+    extra = [row.updates] * (row.updates != "generator") + ["tensor-parallel receivers"] * (row.receivers_hold == "tp")
+    return ", ".join([what, *extra])
+
+
+def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yield a title and lines, the first of which is the head, for every group of rows that follow each other."""
+    for title, group in itertools.groupby(rows, head):
+        together = list(group)
+        columns = _used([_HEAD, *(cells(row, rows) for row in together)])
+        yield title, columns
+
+
+def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return one line of a table."""
+    ratios = []
+    for method in BASELINES:
+        other = baseline(rows, row, method)
+        ratios.append("" if other is None or other is row else f"{other.median_s / row.median_s:.2f}x")
+    changed = "" if row.kind != "sync" else f"{row.density:.3g} %"
+    return (
+        changed, row.label, _seconds(row.median_s), *ratios, _bytes(row.wire_bytes), _number(row.bytes_per_change),
+        _number(row.limit_bytes_per_change), _seconds(row.cpu_s) if row.kind != "compile" else "",
+        f"{row.source_rss_mib:.0f}/{row.receiver_rss_mib:.0f} MiB" if row.kind != "compile" else "",
+    )  # fmt: skip
+
+
+def print_tables(rows: Sequence[Row]) -> None:
+    """Print all tables, with rich where it is installed."""
+    for title, lines in tables(rows):
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            print("\n".join([title, *("  ".join(f"{cell:>16}" for cell in line) for line in lines)]), flush=True)
+            continue
+        table = Table(title=title, title_justify="left")
+        for name in lines[0]:
+            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        for line in lines[1:]:
+            table.add_row(*line)
+        Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    rule = ["---" if name in ("method", "target") else "---:" for name in lines[0]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _used(lines: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leave out columns in which there is nothing but a head."""
+    kept = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    return list(zip(*kept, strict=True))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _bytes(value: int) -> str:
+    return "" if not value else f"{value / 1e6:.3g} MB" if value >= 1e6 else f"{value / 1e3:.3g} kB"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
