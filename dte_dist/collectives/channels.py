@@ -8,11 +8,13 @@ without a seed.
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +104,21 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
             _keep(module, channel)
             mine.pop(other).close("its group is gone")
     if group not in mine:
-        mine[group] = _open(module, group, into, options, error)
+        with _no_collection():
+            mine[group] = _open(module, group, into, options, error)
     return mine[group]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector rest: opening makes many objects that stay, and it would walk all of a large process for them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def is_in_use(group: dist.ProcessGroup) -> bool:

@@ -94,7 +94,7 @@ class Describer:
             order, decode = getattr(spec, "shard_order", None), getattr(spec, "use_strided_shard_as_shard_order", True)
             return shape, self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode), settled(tensor._local_tensor)
         shape = tuple(tensor.shape)
-        return shape, _Place(WHOLE, shape), settled(tensor)
+        return shape, self._place(name, shape, None, ()), settled(tensor)
 
     def _place(
         self,
@@ -106,11 +106,11 @@ class Describer:
         order: Any = None,
         decode: bool = True,
     ) -> _Place:
-        if mesh is None:
-            return _Place(WHOLE, shape)
         key = (id(mesh), shape, placements, order, decode)
         place = self._places.get(key)
-        if place is None:
+        if place is None and mesh is None:
+            place = self._places[key] = _Place(WHOLE, shape)
+        elif place is None and mesh is not None:
             number = self._number(mesh)
             spec, coordinate = self.meshes[number], self.coordinates[number]
             cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order, decode=decode)

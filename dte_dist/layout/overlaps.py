@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from dte_dist.errors import LayoutMismatch
+from dte_dist.layout.local import LocalTensors
 
 __all__ = ["refuse_overlaps"]
 
@@ -28,6 +30,8 @@ def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         >>> buffer = torch.zeros(9)
         >>> refuse_overlaps(["a", "b"], [buffer[:4], buffer[4:]])
     """
+    if _are_apart(tensors):
+        return
     held = [index for index, tensor in enumerate(tensors) if tensor.numel()]
     held.sort(key=lambda index: tensors[index].data_ptr())
     last = -1
@@ -38,6 +42,15 @@ def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
             raise LayoutMismatch(what, slot=names[last], fix=fix)
         if last < 0 or (tensors[index].is_contiguous() and _end(tensors[index]) > _end(tensors[last])):
             last = index
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are contiguous and none begins before another ends, which is so for nearly every module."""
+    local = LocalTensors.of(tensors)
+    order = np.argsort(local.addresses, kind="stable")
+    begins = local.addresses[order]
+    ends = begins + (local.numels * np.fromiter(map(Tensor.element_size, tensors), np.int64, len(tensors)))[order]
+    return bool(local.contiguous.all() and (ends[:-1] <= begins[1:]).all())
 
 
 def _clash(first: Tensor, second: Tensor) -> bool:
