@@ -24,6 +24,24 @@
 | `place(remap, first, bits, flat)` | copy dense bits of a source's positions from `first` on to where `flat`, a receiver's space, holds them |
 | `fetch(remap, first, bits, array)` | the reverse: fill `bits` from a receiver's space that is one contiguous array |
 
+`codecs_on(device)` returns those of the codecs, from `kernels.cpu_codecs` or `kernels.torch_codecs`; docs/protocol.md says what the
+streams are, `kernels.planes` how large they are. Distances are those of bit patterns in their order, modulo the range of their dtype:
+
+| function | does |
+|---|---|
+| `encode_ef(positions, length, low) -> stream` | positions below `length`, `low` bits of each as they are |
+| `decode_ef(stream, count, length, low) -> (positions, bool)` | the reverse, and whether the stream is sound |
+| `encode_bitmap(positions, length)`, `decode_bitmap(stream, count, length)` | the same as a bit for each element |
+| `distances(known, positions, bits) -> distances` | from the bits that one contiguous array has there |
+| `measure(distances) -> Classes`, `plan(classes, width) -> Planes` | how many there are of each size, and what that costs; `plan` and `best_low` are the host's, `codecs_on("cpu")` |
+| `encode_planes(classes, width, plan)`, `decode_planes(stream, count, dtype, plan) -> (distances, bool)` | distances as planes of bits |
+| `encode_ulp8(classes, width)`, `decode_ulp8(stream, count, dtype, escapes)` | distances as a byte each |
+| `put_add(array, positions, distances)` | move the bits at positions of one contiguous array |
+| `scatter_add(flat, positions, distances)` | the same in a flat space; int64 positions in any order, each at most once |
+| `moved(flat, positions, distances) -> bits` | what `scatter_add` would write |
+| `resolve(remap, first, distances, flat) -> bits` | the same for dense distances of a source's positions from `first` on |
+| `add(bits, distances)`, `subtract(bits, known)` | element by element |
+
 `flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width. Bits are uint8, int16,
 int32 or int64 by width; positions are int32, and where they count in a whole flat space (`scatter`, `put`, `gather`,
 `sorted_below`) also int64. Arrays are 1-D and contiguous.
@@ -51,7 +69,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Flat", "Tables", "on", "remaps_on", "warm"]
+__all__ = ["Flat", "Tables", "codecs_on", "on", "remaps_on", "warm"]
 
 
 class Flat(Protocol):
@@ -121,6 +139,11 @@ def remaps_on(device: torch.device | str) -> ModuleType:
     return _module("cpu_remap" if torch.device(device).type == "cpu" else "torch_remap")
 
 
+def codecs_on(device: torch.device | str) -> ModuleType:
+    """Return the module of the kernels of the codecs for tensors of a device."""
+    return _module("cpu_codecs" if torch.device(device).type == "cpu" else "torch_codecs")
+
+
 @cache
 def _module(name: str) -> ModuleType:
     return import_module(f"dte_dist.kernels.{name}")
@@ -143,7 +166,7 @@ def warm(widths: Iterable[int]) -> None:
         return
     with open(Path(gettempdir()) / f"dte_dist-{os.getuid()}.lock", "w") as lock:
         _take_turn(lock, 60.0)
-        for module in (on("cpu"), remaps_on("cpu")):
+        for module in (on("cpu"), remaps_on("cpu"), codecs_on("cpu")):
             module.warm(new)
     _warm.update(new)
 

@@ -1,0 +1,471 @@
+# mypy: allow-untyped-defs
+# ruff: noqa: PLR0917
+"""The numba loops of the codecs, over CPU memory; `kernels.cpu_codecs` is their face, docs/protocol.md says what the streams mean.
+
+What mispredicts costs more than what is computed, so no loop branches on the data of single elements: elements are looked at 64
+at a time, and what they are is a word of 64 bits; the loops then walk the bits that are set. Positions and distances are
+int32 for every width of element, so these loops are compiled once; only those that touch elements come in one form per width.
+
+Encoders trust their arguments, except that no position makes `set_bits` write outside its words. Decoders trust sizes and counts,
+which the caller has compared with what is there, and no byte of a stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from dte_dist.kernels.loops import find
+from dte_dist.kernels.memory import at as _at
+from dte_dist.kernels.memory import lowest as _lowest
+from dte_dist.kernels.memory import ones as _ones
+from dte_dist.kernels.planes import ef_size, low_size, padded, words
+
+_U8, _I32, _U32, _I64, _U64 = np.uint8(0), np.int32(0), np.uint32(0), np.int64(0), np.uint64(0)
+_ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
+_BITS, _INT, _BYTE = ir.VectorType(ir.IntType(1), 64), ir.VectorType(ir.IntType(32), 64), ir.VectorType(ir.IntType(8), 64)
+
+
+def _splat(builder: Any, value: Any, kind: Any) -> Any:
+    """Return a vector of 64 equal elements."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
+
+
+def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@intrinsic
+def _least(_typing: Any, address: Any, bound: Any) -> Any:
+    """Return a mask of which of 64 uint32 are at least `bound`, the first in the lowest bit."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        loaded = builder.load(_pointer(builder, args[0], _INT), align=4)
+        bound = _splat(builder, builder.trunc(args[1], ir.IntType(32)), _INT)
+        return builder.bitcast(builder.icmp_unsigned(">=", loaded, bound), ir.IntType(64))
+
+    return types.uint64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _plane(_typing: Any, address: Any, bit: Any) -> Any:
+    """Return bit number `bit` of each of 64 int32, as a word."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        loaded = builder.load(_pointer(builder, args[0], _INT), align=4)
+        up = builder.sub(ir.Constant(ir.IntType(32), 31), builder.trunc(args[1], ir.IntType(32)))
+        top = builder.shl(loaded, _splat(builder, up, _INT))
+        return builder.bitcast(builder.icmp_signed("<", top, ir.Constant(_INT, [0] * 64)), ir.IntType(64))
+
+    return types.uint64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _add_planes(_typing: Any, address: Any, shift: Any, planes: Any) -> Any:
+    """OR seven planes of bits, shifted left, into 64 int32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        none, total = ir.Constant(_BYTE, [0] * 64), ir.Constant(_BYTE, [0] * 64)
+        for bit, word in enumerate(cgutils.unpack_tuple(builder, args[2])):
+            total = builder.or_(total, builder.select(builder.bitcast(word, _BITS), ir.Constant(_BYTE, [1 << bit] * 64), none))
+        wide = builder.shl(builder.zext(total, _INT), _splat(builder, builder.trunc(args[1], ir.IntType(32)), _INT))
+        into = _pointer(builder, args[0], _INT)
+        builder.store(builder.or_(builder.load(into, align=4), wide), into, align=4)
+
+    return types.void(types.int64, types.int64, types.UniTuple(types.uint64, 7)), generate
+
+
+@intrinsic
+def _to_distances(_typing: Any, address: Any, negative: Any) -> Any:
+    """Turn 64 magnitudes, counted from 0 on, into distances: m + 1, or -(m + 1) where a bit of `negative` is set."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        into = _pointer(builder, args[0], _INT)
+        inverse = builder.not_(builder.load(into, align=4))
+        mask = builder.bitcast(args[1], _BITS)
+        builder.store(builder.select(mask, inverse, builder.neg(inverse)), into, align=4)
+
+    return types.void(types.int64, types.uint64), generate
+
+
+@intrinsic
+def _bit_length(_typing: Any, word: Any) -> Any:
+    """Return the number of bits of a uint32: 0 for 0."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        zeros = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+        return builder.zext(builder.sub(ir.Constant(ir.IntType(32), 32), zeros), ir.IntType(64))
+
+    return types.int64(types.uint32), generate
+
+
+@intrinsic
+def _cut(_typing: Any, value: Any, sample: Any) -> Any:
+    """Return a uint64 modulo the range of the type of `sample`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = context.get_value_type(signature.return_type)
+        return args[0] if kind.width == 64 else builder.trunc(args[0], kind)
+
+    return sample(types.uint64, sample), generate
+
+
+@njit(nogil=True, cache=True)
+def best_low(count, length):
+    """Return the number of low bits, up to 24, that makes `ef_size` smallest, the least of several; and that size."""
+    best, least = 0, np.int64(1) << 62
+    for low in range(25):
+        size = ef_size(count, length, low)
+        if size < least:
+            best, least = low, size
+    return best, least
+
+
+@njit(nogil=True, cache=True)
+def set_bits(positions, count, low, step, size, stream):
+    """Set bit (position >> low) + step * i for each position i. Return False if they leave the words or go back by more than one."""
+    position, word = _at(positions, _I32), _at(stream, _U64)
+    for at in range(size >> 3):
+        word[at] = _ZERO
+    here, filled = 0, _ZERO
+    for i in range(count):
+        bit = np.int64(position[i] >> low) + step * i
+        if bit >> 6 != here:
+            if not here <= bit >> 6 < size >> 3:
+                return False
+            word[here] = filled
+            here, filled = bit >> 6, _ZERO
+        filled |= _ONE << np.uint64(bit & 63)
+    if count:
+        word[here] = filled
+    return True
+
+
+@njit(nogil=True, cache=True)
+def get_bits(stream, size, count, low, step, most, positions):
+    """Write (bit - step * i) << low for each bit i that is set. Return False if there are not `count`, or one is above `most` << low."""
+    position, word = _at(positions, _I32), _at(stream, _U64)
+    total = 0
+    for at in range(size >> 3):
+        total += _ones(word[at])
+    if total != count:
+        return False
+    i, last = np.int64(0), np.int64(0)
+    for at in range(size >> 3):
+        left = word[at]
+        base = at << 6
+        while left != _ZERO:
+            last = base + _lowest(left) - step * i
+            position[i] = np.int32(last << low)
+            left &= left - _ONE
+            i += 1
+    return last <= most
+
+
+@njit(nogil=True, cache=True)
+def split(values, count, low, stream):
+    """Write the `low` lowest bits of int32 values: whole bytes as streams of bytes, then a plane of words for each further bit."""
+    value, whole = _at(values, _I32), count & -64
+    for byte in range(low >> 3):
+        out = _at(stream + byte * padded(count), _U8)
+        for i in range(count):
+            out[i] = np.uint8((value[i] >> (8 * byte)) & 0xFF)
+        for i in range(count, padded(count)):
+            out[i] = _U8
+    planes, size = stream + (low >> 3) * padded(count), words(count)
+    for plane in range(low & 7):
+        word, bit = _at(planes + plane * size, _U64), (low & -8) + plane
+        for block in range(whole >> 6):
+            word[block] = _plane(values + 256 * block, bit)
+        if whole < count:
+            last = _ZERO
+            for i in range(whole, count):
+                last |= np.uint64((value[i] >> bit) & 1) << np.uint64(i & 63)
+            word[whole >> 6] = last
+
+
+@njit(nogil=True, cache=True)
+def join(stream, count, low, values):
+    """OR what `split` wrote into int32 values, which have room for a multiple of 64."""
+    value = _at(values, _I32)
+    for byte in range(low >> 3):
+        part = _at(stream + byte * padded(count), _U8)
+        for i in range(count):
+            value[i] |= np.int32(part[i]) << np.int32(8 * byte)
+    planes, size, most = stream + (low >> 3) * padded(count), words(count), low & 7
+    if most:
+        for block in range((count + 63) >> 6):
+            at = planes + 8 * block
+            word = (
+                _at(at, _U64)[0],
+                _at(at + size, _U64)[0] if most > 1 else _ZERO,
+                _at(at + 2 * size, _U64)[0] if most > 2 else _ZERO,
+                _at(at + 3 * size, _U64)[0] if most > 3 else _ZERO,
+                _at(at + 4 * size, _U64)[0] if most > 4 else _ZERO,
+                _at(at + 5 * size, _U64)[0] if most > 5 else _ZERO,
+                _at(at + 6 * size, _U64)[0] if most > 6 else _ZERO,
+            )
+            _add_planes(values + 256 * block, np.int64(low & -8), word)
+
+
+@njit(nogil=True, cache=True)
+def measure(distances, count, classes):
+    """Count int32 distances by the bits of m = |distance| - 1 modulo 2^32, in int64[34]; the last is how many are not within +-127.
+
+    There is room for 132 more, since an increment has to wait for the last one of the same number.
+    """
+    distance, number = _at(distances, _I32), _at(classes, _I64)
+    for i in range(166):
+        number[i] = 0
+    far = np.int64(0)
+    for i in range(count):
+        far += np.uint32(distance[i] + 127) > np.uint32(254)
+        number[34 + 33 * (i & 3) + _bit_length(np.uint32(abs(np.int64(distance[i])) - 1))] += 1
+    for i in range(132):
+        number[i % 33] += number[34 + i]
+    number[33] = far
+
+
+@njit(nogil=True, cache=True)
+def plan_planes(classes, count, width, plan):
+    """Choose how `count` distances of these classes are written in the fewest bytes.
+
+    Write into int64[6]: the shift; low bits of the positions of the far ones, or -1 for a plane; how many are far, how many of them
+    further, how many of these escape; the bytes in all. The least shift of several that are equally good is taken.
+    """
+    number, chosen = _at(classes, _I64), _at(plan, _I64)
+    chosen[5] = np.int64(1) << 62
+    for shift in range(8 * width):
+        far = further = escapes = np.int64(0)
+        for bits in range(shift + 1, 33):
+            far += number[bits]
+            further += number[bits] * (bits > shift + 1)
+            escapes += number[bits] * (bits > shift + 8)
+        spread, places = best_low(far, count)
+        if places >= words(count):
+            spread, places = -1, words(count)
+        size = words(count) + low_size(count, shift) + places + words(far) + padded(further) + width * escapes
+        if size < chosen[5]:
+            chosen[0], chosen[1], chosen[2], chosen[3], chosen[4], chosen[5] = shift, spread, far, further, escapes, size
+
+
+@njit(nogil=True, cache=True)
+def to_magnitudes(distances, count, signs):
+    """Write a plane of the signs of int32 distances, and turn them into m = |distance| - 1."""
+    distance, word, whole = _at(distances, _I32), _at(signs, _U64), count & -64
+    for block in range(whole >> 6):
+        word[block] = _plane(distances + 256 * block, np.int64(31))
+    if whole < count:
+        last = _ZERO
+        for i in range(whole, count):
+            last |= np.uint64(distance[i] < 0) << np.uint64(i & 63)
+        word[whole >> 6] = last
+    for i in range(count):
+        distance[i] = np.int32(abs(distance[i]) - 1)
+
+
+@njit(nogil=True, cache=True)
+def find_far(magnitudes, count, bound, plane, far):
+    """Write a plane of which magnitudes are at least `bound`, and the positions of these."""
+    magnitude, word, place, whole = _at(magnitudes, _I32), _at(plane, _U64), _at(far, _I32), count & -64
+    found = np.int64(0)
+    for block in range((count + 63) >> 6):
+        left = _ZERO
+        if 64 * block < whole:
+            left = _least(magnitudes + 256 * block, bound)
+        else:
+            for i in range(whole, count):
+                left |= np.uint64(np.uint32(magnitude[i]) >= np.uint32(bound)) << np.uint64(i & 63)
+        word[block] = left
+        while left != _ZERO:
+            place[found] = np.int32(64 * block + _lowest(left))
+            left &= left - _ONE
+            found += 1
+
+
+@njit(nogil=True, cache=True)
+def encode_far(magnitudes, signs, far, count, shift, width, further, rests, escapes, end):
+    """Write, for the distances that are far: which are further, and a byte for each of those; 0 if the distance itself follows.
+
+    One byte at `end` may be written too.
+    """
+    magnitude, sign, place = _at(magnitudes, _I32), _at(signs, _U64), _at(far, _I32)
+    word, rest, escape = _at(further, _U64), _at(rests, _U8), _at(escapes, _U8)
+    filled, found, escaped = _ZERO, np.int64(0), np.int64(0)
+    beyond = end - rests  # where a byte goes that nobody wants: cheaper than a branch
+    for i in range(count):
+        at = place[i]
+        high = np.int64(np.uint32(magnitude[at])) >> shift
+        is_further = np.int64(high > 1)
+        filled |= np.uint64(is_further) << np.uint64(i & 63)
+        if (i & 63) == 63:
+            word[i >> 6] = filled
+            filled = _ZERO
+        rest[beyond + (found - beyond) * is_further] = np.uint8(high if high < 256 else 0)
+        found += is_further
+        if high > 255:
+            negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
+            distance = ((np.int64(magnitude[at]) + 1) ^ -negative) + negative
+            for byte in range(width):
+                escape[escaped] = np.uint8((distance >> (8 * byte)) & 0xFF)
+                escaped += 1
+    if count & 63:
+        word[count >> 6] = filled
+    for i in range(found, escapes - rests):
+        rest[i] = _U8
+
+
+@njit(nogil=True, cache=True)
+def to_distances(magnitudes, count, signs):
+    """Turn int32 magnitudes, which have room for a multiple of 64, into distances."""
+    word = _at(signs, _U64)
+    for block in range((count + 63) >> 6):
+        _to_distances(magnitudes + 256 * block, word[block])
+
+
+@njit(nogil=True, cache=True)
+def decode_far(distances, signs, far, count, shift, width, further, rests, escapes, n_further, n_escapes):
+    """Move the distances that are far by what is written of them. Return False, and leave them, if the numbers do not agree."""
+    distance, sign, place = _at(distances, _I32), _at(signs, _U64), _at(far, _I32)
+    word, rest, escape = _at(further, _U64), _at(rests, _U8), _at(escapes, _U8)
+    total, escaped = 0, 0
+    for i in range((count + 63) >> 6):
+        total += _ones(word[i])
+    for i in range(n_further):
+        escaped += rest[i] == 0
+    if total != n_further or escaped != n_escapes or (count & 63 and word[count >> 6] >> np.uint64(count & 63)):
+        return False
+    for i in range(count):
+        at = place[i]
+        negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
+        distance[at] = np.int32(distance[at] + (((np.int64(1) << shift) ^ -negative) + negative))
+    i = found = 0
+    for block in range((count + 63) >> 6):
+        left = word[block]
+        while left != _ZERO:
+            at = place[64 * block + _lowest(left)]
+            left &= left - _ONE
+            if rest[i]:
+                negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
+                more = (np.int64(rest[i]) - 1) << shift
+                distance[at] = np.int32(distance[at] + ((more ^ -negative) + negative))
+            else:
+                whole = np.int64(0)
+                for byte in range(width):
+                    whole |= np.int64(escape[found]) << (8 * byte)
+                    found += 1
+                top = np.int64(1) << (8 * width - 1)
+                distance[at] = np.int32((whole ^ top) - top)
+            i += 1
+    return True
+
+
+@njit(nogil=True, cache=True)
+def encode_ulp8(distances, count, width, stream):
+    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow in `width` bytes each."""
+    distance, near, escape = _at(distances, _I32), _at(stream, _U8), _at(stream + padded(count), _U8)
+    for i in range(count):
+        near[i] = np.uint8((distance[i] if np.uint32(distance[i] + 127) <= np.uint32(254) else -128) & 0xFF)
+    for i in range(count, padded(count)):
+        near[i] = _U8
+    found = 0
+    for i in range(count):
+        if near[i] == 128:
+            for byte in range(width):
+                escape[found] = np.uint8((distance[i] >> (8 * byte)) & 0xFF)
+                found += 1
+
+
+@njit(nogil=True, cache=True)
+def decode_ulp8(stream, count, width, escapes, distances):
+    """Read int32 distances. Return False if there are not `escapes` that follow."""
+    distance, near, escape = _at(distances, _I32), _at(stream, _U8), _at(stream + padded(count), _U8)
+    escaped = 0
+    for i in range(count):
+        escaped += near[i] == 128
+        distance[i] = (np.int32(near[i]) ^ np.int32(128)) - np.int32(128)
+    if escaped != escapes:
+        return False
+    found, top = 0, np.int64(1) << (8 * width - 1)
+    if escapes:
+        for i in range(count):
+            if near[i] == 128:
+                whole = np.int64(0)
+                for byte in range(width):
+                    whole |= np.int64(escape[found]) << (8 * byte)
+                    found += 1
+                distance[i] = np.int32((whole ^ top) - top)
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _ordered(bits, top):
+    """Return where a bit pattern, whose sign is bit number `top`, is in the order; also the reverse, for the map is its own inverse."""
+    return bits ^ (((_ONE << top) - _ONE) * (bits >> top))
+
+
+@njit(nogil=True, cache=True)
+def distances(sample, top, array, length, positions, bits, count, out):
+    """Write how far each bit pattern is, in the order, from the one at its position of an array; modulo the range of the type.
+
+    Return how many were written: fewer than `count` if a position is out of range.
+    """
+    known, position, bit, distance = _at(array, sample), _at(positions, _I32), _at(bits, sample), _at(out, sample)
+    for i in range(count):
+        at = np.int64(position[i])
+        if at < 0 or at >= length:
+            return i
+        distance[i] = _cut(_ordered(np.uint64(bit[i]), top) - _ordered(np.uint64(known[at]), top), sample)
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _moved(bits, distance, top, sample):
+    """Return the bit pattern that is so far from another one."""
+    place = np.uint64(_cut(_ordered(np.uint64(bits), top) + np.uint64(distance), sample))
+    return _cut(_ordered(place, top), sample)
+
+
+@njit(nogil=True, cache=True)
+def put_add(sample, top, array, length, positions, distances, count):
+    """Move the bits at positions of one array. Return how many were moved: fewer than `count` if a position is out of range."""
+    element, position, distance = _at(array, sample), _at(positions, _I32), _at(distances, sample)
+    for i in range(count):
+        at = np.int64(position[i])
+        if at < 0 or at >= length:
+            return i
+        element[at] = _moved(element[at], distance[i], top, sample)
+    return count
+
+
+@njit(nogil=True, cache=True)
+def scatter_add(sample, top, width, starts, addresses, positions, distances, count, touched, out):
+    """Move the bits at int64 positions of the tensors of a table, and mark the tensors.
+
+    If `out` is not 0, they are written there and not into the tensors. Positions come in any order. Tensors at address 0 are marked only.
+    Return how many positions were seen to: fewer than `count` if one is out of range.
+    """
+    position, distance, result = _at(positions, _I64), _at(distances, sample), _at(out, sample)
+    low = high = here = np.int64(0)
+    for i in range(count):
+        at = position[i]
+        if at < low or at >= high:
+            if at < 0 or at >= starts[-1]:
+                return i
+            index = find(starts, at)
+            low, high, here = starts[index], starts[index + 1], addresses[index]
+            touched[index] = True
+        if here:
+            element = _at(here + (at - low) * width, sample)
+            bits = _moved(element[0], distance[i], top, sample)
+            if out:
+                result[i] = bits
+            else:
+                element[0] = bits
+    return count

@@ -1,0 +1,308 @@
+"""Kernels of the codecs for CPU tensors; the loops are in `kernels.codec_loops`.
+
+Encoders return new uint8; what they are given may be used again at once. Decoders take any bytes of the right size, and return what they
+read together with whether it is sound; where it is not, they have read and written only what is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dte_dist.kernels import Flat, Tables, codec_loops, loops, torch_codecs, torch_ops
+from dte_dist.kernels.cpu import SAMPLES, _address, _check_done, _One, bump
+from dte_dist.kernels.cpu_remap import _copy
+from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size, padded, words
+from dte_dist.kernels.torch_codecs import add, subtract
+
+__all__ = [
+    "add", "best_low", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef",
+    "encode_planes", "encode_ulp8", "measure", "moved", "plan", "put_add", "resolve", "scatter_add", "subtract", "warm",
+]  # fmt: skip
+
+_TOPS: Final = {dtype: np.uint64(8 * dtype.itemsize - 1) for dtype in SAMPLES}
+_SIGNED: Final = {torch.uint8: torch.int8}
+
+
+def best_low(count: int, length: int) -> tuple[int, int]:
+    """Return the number of low bits that makes the stream of `count` positions below `length` smallest, and its bytes.
+
+    Example:
+        >>> best_low(10_000, 1 << 20)
+        (6, 10840)
+    """
+    return codec_loops.best_low(count, length)
+
+
+def plan(classes: Classes, width: int, zeros: int = 0) -> Planes:
+    """Choose how distances are written in the fewest bytes; `zeros` more distances are 0."""
+    numbers, chosen = classes.numbers[:CLASSES].copy(), np.empty(6, np.int64)
+    numbers[-1] += zeros
+    codec_loops.plan_planes(numbers.ctypes.data, classes.count + zeros, width, chosen.ctypes.data)
+    return Planes(*chosen.tolist())
+
+
+def distances(known: Tensor, positions: Tensor, bits: Tensor) -> Tensor:
+    """Return how far bits are, in the order of docs/protocol.md, from those that an array has at these positions.
+
+    Args:
+        known: bits, of fewer than 2^31 elements.
+        positions: int32.
+        bits: one bit pattern per position.
+
+    Returns:
+        Differences modulo the range of the dtype of `bits`, in that dtype.
+
+    Raises:
+        IndexError: a position is outside the array.
+
+    Example:
+        >>> known, bits = torch.tensor([0, 0x3F80], dtype=torch.int16), torch.tensor([0x3F7F], dtype=torch.int16)
+        >>> distances(known, torch.tensor([1], dtype=torch.int32), bits).tolist()
+        [-1]
+    """
+    out, count = torch.empty_like(bits), len(positions)
+    done = codec_loops.distances(
+        SAMPLES[bits.dtype], _TOPS[bits.dtype], _address(known, 0, bits.dtype), len(known), _address(positions, dtype=torch.int32),
+        _address(bits, count), count, out.data_ptr(),
+    )  # fmt: skip
+    _check_done(done, positions, len(known))
+    return out
+
+
+def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
+    """Move the bits at positions (int32, each at most once) of one array of the same dtype by distances.
+
+    Raises:
+        IndexError: a position is outside the array; those before it have been moved.
+    """
+    count = len(positions)
+    done = codec_loops.put_add(
+        SAMPLES[array.dtype], _TOPS[array.dtype], _address(array), len(array), _address(positions, dtype=torch.int32),
+        _address(distances, count, array.dtype), count,
+    )  # fmt: skip
+    _check_done(done, positions, len(array))
+
+
+def scatter_add(flat: Flat, positions: Tensor, distances: Tensor) -> None:
+    """Move the bits at positions of `flat` by distances; the version counters of the tensors touched move.
+
+    Args:
+        flat: the live tensors.
+        positions: int64, in any order (ascending is fastest), each at most once.
+        distances: one per position, of the width of `flat`.
+
+    Raises:
+        IndexError: a position is outside `flat`; those before it have been moved.
+    """
+    touched = np.zeros(len(flat.tensors), np.bool_)
+    done = _scatter_add(flat, positions, distances, touched, 0)
+    bump(flat, np.flatnonzero(touched))
+    for index in flat.strided:
+        if touched[index]:
+            here = _within(flat, index, positions[:done])
+            at = positions[here] - int(flat.starts[index])
+            bits = torch_codecs.take(flat.view(index), at)
+            torch_ops.put_into(flat, index, at, add(bits, distances[here]))
+    _check_done(done, positions, len(flat))
+
+
+def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
+    """Return what `scatter_add` would write.
+
+    Raises:
+        IndexError: a position is outside `flat`.
+    """
+    touched, out = np.zeros(len(flat.tensors), np.bool_), torch.empty_like(distances)
+    _check_done(_scatter_add(flat, positions, distances, touched, out.data_ptr()), positions, len(flat))
+    for index in flat.strided:
+        if touched[index]:
+            here = _within(flat, index, positions)
+            bits = torch_codecs.take(flat.view(index), positions[here] - int(flat.starts[index]))
+            out[here] = add(bits, distances[here])
+    return out
+
+
+def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, touched: np.ndarray, out: int) -> int:
+    count = len(positions)
+    return codec_loops.scatter_add(
+        SAMPLES[distances.dtype], _TOPS[distances.dtype], flat.width, flat.starts, flat.addresses, _address(positions, dtype=torch.int64),
+        _address(distances, count, width=flat.width), count, touched, out,
+    )  # fmt: skip
+
+
+def _within(flat: Flat, index: int, positions: Tensor) -> Tensor:
+    """Return the indices of the positions that are in one tensor."""
+    return ((positions >= int(flat.starts[index])) & (positions < int(flat.starts[index + 1]))).nonzero().view(-1)
+
+
+def resolve(remap: Tables, first: int, distances: Tensor, flat: Flat) -> Tensor:
+    """Turn dense distances of a source's positions from `first` on into bits; of any value where `flat` does not hold the position."""
+    if flat.strided:
+        return torch_codecs.resolve(remap, first, distances, flat)
+    bits = torch.zeros_like(distances)
+    _copy(remap, first, bits, (flat.starts, flat.addresses, np.zeros(len(flat.tensors), np.bool_)), False)
+    return add(bits, distances)
+
+
+def encode_bitmap(positions: Tensor, length: int) -> Tensor:
+    """Write a bit for each of `length` elements, in whole words.
+
+    Raises:
+        ValueError: positions do not ascend below `length`; not all such are noticed.
+    """
+    stream = torch.empty(words(length), dtype=torch.uint8, device="cpu")
+    _set_bits(positions, length, (0, 0), stream.data_ptr(), len(stream))
+    return stream
+
+
+def _set_bits(positions: Tensor, length: int, shape: tuple[int, int], at: int, size: int) -> None:
+    if not codec_loops.set_bits(_address(positions, dtype=torch.int32), len(positions), *shape, size, at):
+        raise ValueError(f"positions do not ascend within [0, {length})")
+
+
+def decode_bitmap(stream: Tensor, count: int, length: int) -> tuple[Tensor, bool]:
+    """Read int32[count] positions, and say whether there are as many, all below `length`."""
+    positions = _room(count)
+    sound = codec_loops.get_bits(
+        _address(stream, words(length), torch.uint8), words(length), count, 0, 0, length - 1, positions.data_ptr()
+    )
+    return positions[:count], sound
+
+
+def encode_ef(positions: Tensor, length: int, low: int) -> Tensor:
+    """Write the `low` lowest bits of each position, then the rest as differences in unary (Elias and Fano).
+
+    Raises:
+        ValueError: positions do not ascend below `length`; not all such are noticed.
+    """
+    count = len(positions)
+    stream = torch.empty(ef_size(count, length, low), dtype=torch.uint8, device="cpu")
+    _write_ef(positions, length, low, stream.data_ptr(), len(stream))
+    return stream
+
+
+def _write_ef(positions: Tensor, length: int, low: int, at: int, size: int) -> None:
+    lows = low_size(len(positions), low)
+    codec_loops.split(_address(positions, dtype=torch.int32), len(positions), low, at)
+    _set_bits(positions, length, (low, 1), at + lows, size - lows)
+
+
+def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor, bool]:
+    """Read int32[count] positions, and say whether they strictly increase below `length`."""
+    positions = _room(count)
+    sound = _read_ef(_address(stream, ef_size(count, length, low), torch.uint8), count, length, low, positions.data_ptr())
+    return positions[:count], sound
+
+
+def _read_ef(at: int, count: int, length: int, low: int, positions: int) -> bool:
+    """Read positions into memory that has room for a multiple of 64."""
+    size, lows = ef_size(count, length, low), low_size(count, low)
+    if not codec_loops.get_bits(at + lows, size - lows, count, low, 1, (length - 1) >> low, positions):
+        return False
+    if low:
+        codec_loops.join(at, count, low, positions)
+    return loops.sorted_below(np.int32(0), positions, count, length)
+
+
+def measure(distances: Tensor) -> Classes:
+    """Count distances by size."""
+    count, numbers = len(distances), np.empty(166, np.int64)
+    wide = _room(count)
+    wide[:count] = distances.view(_SIGNED.get(distances.dtype, distances.dtype))
+    codec_loops.measure(wide.data_ptr(), count, numbers.ctypes.data)
+    return Classes(wide, count, numbers)
+
+
+def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
+    """Write distances as `plan` says; `classes.wide` is overwritten."""
+    count, values = classes.count, classes.wide.data_ptr()
+    room = torch.empty(plan.size + 8, dtype=torch.uint8, device="cpu")
+    signs = room.data_ptr()
+    lows = signs + words(count)
+    places = lows + low_size(count, plan.shift)
+    codec_loops.to_magnitudes(values, count, signs)
+    if plan.shift:
+        codec_loops.split(values, count, plan.shift, lows)
+    far = _room(plan.far)
+    if plan.spread < 0:
+        size = words(count)
+        codec_loops.find_far(values, count, 1 << plan.shift, places, far.data_ptr())
+    else:
+        size = ef_size(plan.far, count, plan.spread)
+        plane = torch.empty(words(count), dtype=torch.uint8, device="cpu")
+        codec_loops.find_far(values, count, 1 << plan.shift, plane.data_ptr(), far.data_ptr())
+        _write_ef(far[: plan.far], count, plan.spread, places, size)
+    further = places + size
+    rests = further + words(plan.far)
+    escapes, end = rests + padded(plan.further), signs + plan.size
+    codec_loops.encode_far(values, signs, far.data_ptr(), plan.far, plan.shift, width, further, rests, escapes, end)
+    return room[: plan.size]
+
+
+def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) -> tuple[Tensor, bool]:
+    """Read distances of the dtype of bits, and say whether the stream agrees with `plan`."""
+    wide, far = _room(count, zero=True), _room(plan.far)
+    values, signs = wide.data_ptr(), _address(stream, plan.size, torch.uint8)
+    lows = signs + words(count)
+    places = lows + low_size(count, plan.shift)
+    if plan.shift:
+        codec_loops.join(lows, count, plan.shift, values)
+    codec_loops.to_distances(values, count, signs)
+    if plan.spread < 0:
+        size = words(count)
+        sound = codec_loops.get_bits(places, size, plan.far, 0, 0, count - 1, far.data_ptr())
+    else:
+        size = ef_size(plan.far, count, plan.spread)
+        sound = _read_ef(places, plan.far, count, plan.spread, far.data_ptr())
+    further = places + size
+    rests = further + words(plan.far)
+    sound = sound and codec_loops.decode_far(
+        values, signs, far.data_ptr(), plan.far, plan.shift, dtype.itemsize, further, rests, rests + padded(plan.further),
+        plan.further, plan.escapes,
+    )  # fmt: skip
+    return _narrow(wide, count, dtype), sound
+
+
+def encode_ulp8(classes: Classes, width: int) -> Tensor:
+    """Write an int8 for each distance, -128 for those that do not fit, which follow."""
+    size = padded(classes.count) + width * int(classes.numbers[CLASSES])
+    stream = torch.empty(size, dtype=torch.uint8, device="cpu")
+    codec_loops.encode_ulp8(classes.wide.data_ptr(), classes.count, width, stream.data_ptr())
+    return stream
+
+
+def decode_ulp8(stream: Tensor, count: int, dtype: torch.dtype, escapes: int) -> tuple[Tensor, bool]:
+    """Read distances of the dtype of bits, and say whether there are so many escapes."""
+    wide = _room(count)
+    at = _address(stream, padded(count) + dtype.itemsize * escapes, torch.uint8)
+    sound = codec_loops.decode_ulp8(at, count, dtype.itemsize, escapes, wide.data_ptr())
+    return _narrow(wide, count, dtype), sound
+
+
+def _room(count: int, *, zero: bool = False) -> Tensor:
+    """Return int32 for a multiple of 64 elements: loops may write to all of it."""
+    make = torch.zeros if zero else torch.empty
+    return make((count + 63) & -64, dtype=torch.int32, device="cpu")
+
+
+def _narrow(wide: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return wide[:count].to(_SIGNED.get(dtype, dtype)).view(dtype)
+
+
+def warm(widths: Iterable[int]) -> None:
+    """Compile every loop of the codecs by running it on a few elements; those for single elements for these widths."""
+    few, wanted = torch.arange(3, dtype=torch.int32, device="cpu"), set(widths)
+    decode_ef(encode_ef(few, 99, 1), 3, 99, 1)
+    classes = measure(torch.tensor([1, 700, -3], dtype=torch.int16, device="cpu"))
+    chosen = plan(classes, 2)
+    decode_ulp8(encode_ulp8(classes, 2), 3, torch.int16, 1)
+    decode_planes(encode_planes(classes, 2, chosen), 3, torch.int16, chosen)
+    for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
+        bits = torch.zeros(3, dtype=dtype, device="cpu")
+        put_add(bits, few, distances(bits, few, bits))
+        scatter_add(_One(bits), few.to(torch.int64), bits.clone())

@@ -1,0 +1,82 @@
+"""Sizes of the streams of the codecs, to the byte, and the choices that follow from them; worked out on the host for every device.
+
+The formulas are those of docs/protocol.md. The numba loops use the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numba.extending import register_jitable
+from torch import Tensor
+
+__all__ = ["CLASSES", "FURTHEST", "MOST_LOW", "Classes", "Planes", "ef_size", "low_size", "padded", "words"]
+
+MOST_LOW: Final = 24
+"""Most low bits of a position in a stream of Elias and Fano."""
+
+CLASSES: Final = 33
+"""Classes of distances: by the bits of |distance| - 1, from 0 to 32."""
+
+FURTHEST: Final = 256
+"""A distance whose high part is at least this is written whole."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Classes:
+    """Distances of one segment, and how many there are of each size.
+
+    Attributes:
+        wide: the distances as int32, with room for a multiple of 64 on the CPU; encoding them may overwrite them.
+        count: how many.
+        numbers: int64; [b] is how many have |distance| - 1 modulo 2^32 of b bits, [33] how many are not within +-127.
+    """
+
+    wide: Tensor
+    count: int
+    numbers: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """How distances are written as planes of bits. With m = |distance| - 1 and h = m >> shift:
+
+    Attributes:
+        shift: low bits of every m that are written as they are.
+        spread: low bits of the positions of those with h > 0; -1 if these are a plane.
+        far, further, escapes: how many have h > 0, h > 1, h > 255.
+        size: bytes in all.
+    """
+
+    shift: int
+    spread: int
+    far: int
+    further: int
+    escapes: int
+    size: int
+
+
+@register_jitable
+def padded(size: int) -> int:
+    """Return a size in bytes rounded up to whole words of 8."""
+    return (size + 7) & -8
+
+
+@register_jitable
+def words(count: int) -> int:
+    """Return the bytes of one bit for each of `count` elements, in whole words."""
+    return ((count + 63) >> 6) << 3
+
+
+@register_jitable
+def low_size(count: int, low: int) -> int:
+    """Return the bytes of the `low` lowest bits of `count` integers: whole bytes first, then planes."""
+    return padded(count) * (low >> 3) + words(count) * (low & 7)
+
+
+@register_jitable
+def ef_size(count: int, length: int, low: int) -> int:
+    """Return the bytes of `count` positions below `length`, `low` bits of each as they are, the rest in unary."""
+    return low_size(count, low) + words(count + ((length - 1) >> low))

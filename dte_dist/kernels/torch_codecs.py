@@ -1,0 +1,259 @@
+"""The kernels of the codecs with plain torch ops, for tensors of any device; the functions are those of `kernels.cpu_codecs`.
+
+They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places of the bits that are
+set are found by their ranks, and whether a stream was sound stays on the device. Of the others, `measure` waits once, and so do
+`scatter_add`, `moved` and `resolve` to learn which tensors they meet.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dte_dist.kernels import Flat, Tables, torch_ops, torch_remap
+from dte_dist.kernels.planes import CLASSES, FURTHEST, Classes, Planes, ef_size, words
+
+__all__ = [
+    "add", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef", "encode_planes",
+    "encode_ulp8", "measure", "moved", "put_add", "resolve", "scatter_add", "subtract",
+]  # fmt: skip
+
+_GATHER: Final = 0x0102040810204080
+_REPEAT: Final = 0x0101010101010101
+_SELECT: Final = 0x8040201008040201 - (1 << 64)
+_SIGNED: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def subtract(bits: Tensor, known: Tensor) -> Tensor:
+    """Return how far each bit pattern is from the known one, in the order, modulo the range of the dtype.
+
+    Example:
+        >>> subtract(torch.tensor([-0x8000], dtype=torch.int16), torch.tensor([0], dtype=torch.int16)).tolist()
+        [-1]
+    """
+    return (_ordered(bits) - _ordered(known)).view(bits.dtype)
+
+
+def add(bits: Tensor, distances: Tensor) -> Tensor:
+    """Return the bit pattern that is so far from each one: the reverse of `subtract`."""
+    return _ordered(_ordered(bits) + _signed(distances)).view(bits.dtype)
+
+
+def distances(known: Tensor, positions: Tensor, bits: Tensor) -> Tensor:
+    """Return how far bits are from those that an array has at these positions; a position outside it is an error of the device."""
+    return subtract(bits, known.index_select(0, positions))
+
+
+def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
+    """Move the bits at positions of one array; a position outside it is an error of the device."""
+    torch_ops.put(array, positions, add(array.index_select(0, positions), distances))
+
+
+def scatter_add(flat: Flat, positions: Tensor, distances: Tensor) -> None:
+    """Move the bits at positions of `flat`."""
+    torch_ops.scatter(flat, positions, moved(flat, positions, distances))
+
+
+def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
+    """Return what `scatter_add` would write."""
+    starts = torch.from_numpy(flat.starts).to(positions.device, non_blocking=True)
+    order = positions.argsort()
+    positions = positions[order]
+    bounds = torch.searchsorted(positions, starts).tolist()
+    if bounds[0] != 0 or bounds[-1] != len(positions):
+        raise IndexError(f"positions are not all within [0, {len(flat)})")
+    bits = torch.empty_like(distances)
+    for index in np.flatnonzero(np.diff(bounds)).tolist():
+        here = slice(bounds[index], bounds[index + 1])
+        bits[order[here]] = take(flat.view(index), positions[here] - int(flat.starts[index]))
+    return add(bits, distances)
+
+
+def take(view: Tensor, positions: Tensor) -> Tensor:
+    """Return the elements at positions (int64, in row-major order) of a tensor of any strides."""
+    return view.view(-1)[positions] if view.is_contiguous() else view[torch_ops._coordinates(positions, view.shape)]
+
+
+def resolve(remap: Tables, first: int, distances: Tensor, flat: Flat) -> Tensor:
+    """Turn dense distances of a source's positions from `first` on into bits; of any value where `flat` does not hold the position."""
+    here = torch.arange(len(distances), dtype=torch.int64, device=distances.device)
+    there, which = torch_remap.translate(remap, first, here.to(torch.int32), here)
+    bits = distances.clone()
+    bits[which] = moved(flat, there, distances[which])
+    return bits
+
+
+def encode_bitmap(positions: Tensor, length: int) -> Tensor:
+    """Write a bit for each of `length` elements, in whole words."""
+    return _plane(positions, length)
+
+
+def decode_bitmap(stream: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Read int32[count] positions, and say whether there are as many, all below `length`; safe for any bytes."""
+    positions, sound = _ranks(_unpacked(stream), count)
+    return positions.to(torch.int32), sound & torch_ops.sorted_below(positions, length)
+
+
+def encode_ef(positions: Tensor, length: int, low: int) -> Tensor:
+    """Write the `low` lowest bits of each position, then the rest as differences in unary."""
+    count = len(positions)
+    places = (positions >> low).to(torch.int64) + torch.arange(count, device=positions.device)
+    return torch.cat([*_split(positions, low), _plane(places, count + ((length - 1) >> low))])
+
+
+def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor, Tensor]:
+    """Read int32[count] positions, and say whether they strictly increase below `length`; safe for any bytes."""
+    lows, at = _joined(stream, count, low)
+    places, sound = _ranks(_unpacked(stream[at:]), count)
+    high = places - torch.arange(count, device=stream.device)
+    positions = high << low | lows
+    return positions.to(torch.int32), sound & torch_ops.sorted_below(positions, length)
+
+
+def measure(distances: Tensor) -> Classes:
+    """Count distances by size. Waits once."""
+    wide = _signed(distances).to(torch.int32)
+    magnitude = (wide.to(torch.int64).abs() - 1) & 0xFFFFFFFF
+    bounds = torch.tensor([0, *(1 << bit for bit in range(CLASSES))], device=wide.device)
+    counts = torch.bincount(torch.searchsorted(bounds, magnitude, right=True) - 1, minlength=CLASSES)
+    far = ((wide < -127) | (wide > 127)).sum()
+    return Classes(wide, len(wide), np.array([*counts.tolist(), int(far)], np.int64))
+
+
+def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
+    """Write distances as `plan` says."""
+    wide = classes.wide
+    magnitude = (wide.to(torch.int64).abs() - 1) & 0xFFFFFFFF
+    high = magnitude >> plan.shift
+    far = (high > 0).nonzero().view(-1)
+    places = _plane(far, len(wide)) if plan.spread < 0 else encode_ef(far.to(torch.int32), len(wide), plan.spread)
+    further = (high[far] > 1).nonzero().view(-1)
+    rest = high[far[further]]
+    escaped = far[further[rest >= FURTHEST]]
+    signs = _plane((wide < 0).nonzero().view(-1), len(wide))
+    bytes_ = torch.where(rest >= FURTHEST, 0, rest).to(torch.uint8)
+    parts = [signs, *_split(magnitude, plan.shift), places, _plane(further, len(far)), _padded(bytes_), _narrow(wide[escaped], width)]
+    return torch.cat(parts)
+
+
+def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) -> tuple[Tensor, Tensor]:
+    """Read distances of the dtype of bits, and say whether the stream agrees with `plan`; safe for any bytes."""
+    at = words(count)
+    negative = _unpacked(stream[:at])[:count]
+    lows, used = _joined(stream[at:], count, plan.shift)
+    at += used
+    if plan.spread < 0:
+        end = at + words(count)
+        far, sound = decode_bitmap(stream[at:end], plan.far, count)
+    else:
+        end = at + ef_size(plan.far, count, plan.spread)
+        far, sound = decode_ef(stream[at:end], plan.far, count, plan.spread)
+    far = far.to(torch.int64).clamp_(0, count - 1)
+    at, end = end, end + words(plan.far)
+    further, agrees = _ranks(_unpacked(stream[at:end]), plan.further)
+    sound &= agrees & torch_ops.sorted_below(further, plan.far)
+    further = further.clamp_(max=max(plan.far - 1, 0))
+    rest = stream[end : end + plan.further].to(torch.int64)
+    escaped, agrees = _ranks(rest == 0, plan.escapes)
+    escapes = stream[end + plan.further + -plan.further % 8 :].view(_SIGNED[dtype.itemsize])
+    high = torch.zeros(count, dtype=torch.int64, device=stream.device)
+    high[far] = 1
+    high[far[further]] = rest
+    magnitude = (high << plan.shift) + lows + 1
+    values = torch.where(negative, -magnitude, magnitude).to(_SIGNED[dtype.itemsize])
+    if plan.escapes:
+        values[far[further[escaped.clamp_(max=plan.further - 1)]]] = escapes
+    return values.view(dtype), sound & agrees
+
+
+def encode_ulp8(classes: Classes, width: int) -> Tensor:
+    """Write an int8 for each distance, -128 for those that do not fit, which follow."""
+    wide = classes.wide
+    escaped = (wide < -127) | (wide > 127)
+    near = torch.where(escaped, -128, wide).to(torch.int8).view(torch.uint8)
+    return torch.cat([_padded(near), _narrow(wide[escaped], width)])
+
+
+def decode_ulp8(stream: Tensor, count: int, dtype: torch.dtype, escapes: int) -> tuple[Tensor, Tensor]:
+    """Read distances of the dtype of bits, and say whether there are so many escapes; safe for any bytes."""
+    signed = _SIGNED[dtype.itemsize]
+    near = stream[:count].view(torch.int8)
+    values = near.to(signed)
+    escaped, sound = _ranks(near == -128, escapes)
+    if escapes:
+        values[escaped] = stream[count + -count % 8 :].view(signed)
+    return values.view(dtype), sound
+
+
+def _signed(bits: Tensor) -> Tensor:
+    return bits.view(_SIGNED[bits.element_size()])
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """Return where bit patterns are in the order, as signed integers, or the reverse: the map is its own inverse."""
+    bits = _signed(bits)
+    return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
+
+
+def _narrow(distances: Tensor, width: int) -> Tensor:
+    """Return int32 distances as bytes, `width` for each."""
+    return distances.to(_SIGNED[width]).view(torch.uint8)
+
+
+def _padded(stream: Tensor) -> Tensor:
+    """Fill a stream with zeros up to a multiple of 8 bytes."""
+    return torch.nn.functional.pad(stream, (0, -len(stream) % 8))
+
+
+def _plane(places: Tensor, count: int) -> Tensor:
+    """Return words of bits, those at `places` set."""
+    flags = torch.zeros(8 * words(count), dtype=torch.uint8, device=places.device)
+    flags[places.to(torch.int64)] = 1
+    return _packed(flags)
+
+
+def _packed(flags: Tensor) -> Tensor:
+    """Put 8 bytes of 0 or 1 into one, the first into the lowest bit."""
+    return ((flags.view(torch.int64) * _GATHER) >> 56).to(torch.uint8)
+
+
+def _unpacked(stream: Tensor) -> Tensor:
+    """Return the bits of a stream as truth values."""
+    return ((stream.to(torch.int64) * _REPEAT) & _SELECT).view(torch.uint8).ne(0)
+
+
+def _ranks(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return int64[count] places where a flag is set, in order, and whether there are so many. Does not wait."""
+    if not len(flags):
+        return torch.zeros(count, dtype=torch.int64, device=flags.device), torch.tensor(count == 0, device=flags.device)
+    rank = flags.cumsum(0)
+    found = torch.zeros(count + 1, dtype=torch.int64, device=flags.device)
+    slot = torch.where(flags & (rank <= count), rank - 1, count)
+    found[slot] = torch.arange(len(flags), device=flags.device)
+    return found[:count], rank[-1] == count
+
+
+def _split(values: Tensor, low: int) -> list[Tensor]:
+    """Return the `low` lowest bits of integers: whole bytes as streams of bytes, then a plane of words for each further bit."""
+    streams = [_padded(((values >> shift) & 0xFF).to(torch.uint8)) for shift in range(0, low & -8, 8)]
+    room = torch.zeros(8 * words(len(values)), dtype=torch.uint8, device=values.device)
+    for bit in range(low & -8, low):
+        room[: len(values)] = (values >> bit) & 1
+        streams.append(_packed(room))
+    return streams
+
+
+def _joined(stream: Tensor, count: int, low: int) -> tuple[Tensor, int]:
+    """Return int64[count] of what `_split` wrote, and how many bytes that was."""
+    values, at = torch.zeros(count, dtype=torch.int64, device=stream.device), 0
+    for bit in range(low):
+        if bit >= low & -8:
+            values |= _unpacked(stream[at : at + words(count)])[:count].to(torch.int64) << bit
+            at += words(count)
+        elif bit % 8 == 0:
+            values |= stream[at : at + count].to(torch.int64) << bit
+            at += count + -count % 8
+    return values, at
