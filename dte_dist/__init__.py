@@ -21,6 +21,7 @@ from dte_dist.plan import Plan, TransferOp, remap_delta_indices
 from dte_dist.report import SyncReport
 from dte_dist.transport.base import Payload, Transport
 from dte_dist.transport.loopback import LoopbackTransport
+from dte_dist.transport.process_group import ProcessGroupTransport
 
 __all__ = [
     "ApplyFailed",
@@ -37,6 +38,7 @@ __all__ = [
     "Payload",
     "PeerLost",
     "Plan",
+    "ProcessGroupTransport",
     "ShardSpec",
     "SyncFailed",
     "SyncReport",

@@ -1,24 +1,33 @@
 """The engine over any transport: push named tensors as versions, pull them into place, one version after the other.
 
-The sender and the receiver of one engine know nothing of each other but what the transport carries, so that both may be one object
-in one process, or two objects on two machines. An engine is used by one thread per side.
+Senders and receivers of one engine know nothing of each other but the plan, if there is one, and what the transport carries: they may be
+one object in one process, or many on many machines. An engine is used by one thread per side.
+
+1. `push` finds what changed since the version pushed last (`engine.tracker`), gives it to the transport, and only then moves on.
+2. `pull` waits for the payload of every sender that this rank needs, and checks each by itself, against the version held, and against
+   the targets (`engine.ends`).
+3. Only if all of them are sound it writes. A receiver that fails while writing, or whose targets somebody else wrote to, has no
+   version; full payloads of all its senders give it one again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dte_dist.engine.chain import NONE, Chain
+from dte_dist.engine.chain import NONE
+from dte_dist.engine.ends import Ends, Given, SharedEnds, WholeEnds
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
-from dte_dist.engine.payload import Change, apply_changes, check_changes, read_payload
+from dte_dist.engine.payload import Change, apply_changes, read_payload, write_changes
 from dte_dist.engine.tracker import DeltaTracker, check_version
 from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.layout import refuse_overlaps
+from dte_dist.plan import Plan
 from dte_dist.transport.base import Payload, Transport, check_timeout
 
 __all__ = ["DeltaEngine", "DeltaTracker", "Staged", "reconstruct_against_base"]
@@ -28,27 +37,44 @@ _IN_FULL = "push a full version: push(..., full=True)"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A payload that has arrived and been checked, waiting to be applied.
+    """The payloads of a version, arrived and checked, waiting to be applied.
 
     Attributes:
-        payload: as it came.
-        changes: what it says.
+        version: that they make.
+        parts: each payload as it came, and what it says; one for each sender.
     """
 
-    payload: Payload
-    changes: tuple[Change, ...]
+    version: int
+    parts: tuple[tuple[Payload, tuple[Change, ...]], ...]
 
-    @property
-    def version(self) -> int:
-        """The version that it makes."""
-        return self.payload.version
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """What the targets of a receiver hold.
+
+    Attributes:
+        version: NONE before the first full one, when writing broke off, and when somebody else wrote to them.
+        lineages: by sender, of that version.
+        slots: names, shapes and dtypes of the targets.
+        marks: by name, their addresses and version counters, as the last pull left them.
+    """
+
+    version: int = NONE
+    lineages: Mapping[int, int] = field(default_factory=dict)
+    slots: Slots = field(default_factory=dict)
+    marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class DeltaEngine:
     """Keep copies of named tensors bit-identical, over any transport, moving only what changed.
 
+    Without a plan one sender has every tensor whole, and so have the receivers. With a plan any number of senders and receivers each have
+    their own parts of the tensors: each calls with what it holds, and positions are translated on the receiver.
+
     Args:
         transport: carries the payloads; it stays the caller's to close.
+        plan: which part of which tensor each rank has, equal on all ranks; None if all have them whole.
+        rank: of this process in the plan; needed with one.
         mode: "delta", or "full" to send everything at every push.
         anchor_interval: send everything after so many deltas; None for never.
         ratio: when a tensor is sent in part, see `DeltaTracker`.
@@ -56,6 +82,7 @@ class DeltaEngine:
 
     Raises:
         ValueError: an option is wrong.
+        LayoutMismatch: the plan does not fill its receivers.
 
     Example:
         >>> model, target = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -65,12 +92,27 @@ class DeltaEngine:
         ...     engine.pull(target.named_parameters(), version=step)
         >>> torch.equal(model.weight, target.weight)
         True
+
+        Two senders with half of the rows each, and a receiver with all of them:
+
+        >>> halves, whole = torch.rand(4, 3).chunk(2), torch.zeros(4, 3)
+        >>> layouts = [dte_dist.Layout.from_views([("w", half, (4, 3), (2 * i, 0))]) for i, half in enumerate(halves)]
+        >>> layouts.append(dte_dist.Layout.from_tensors({"w": whole}))
+        >>> plan, transport = dte_dist.Plan.between(dict(enumerate(layouts[:2])), {2: layouts[2]}), dte_dist.LoopbackTransport()
+        >>> engines = [DeltaEngine(transport, plan=plan, rank=rank) for rank in range(3)]
+        >>> for rank in (0, 1):
+        ...     engines[rank].push(layouts[rank], version=1)
+        >>> engines[2].pull(layouts[2], version=1)
+        >>> torch.equal(torch.cat(halves), whole)
+        True
     """
 
     def __init__(
         self,
         transport: Transport,
         *,
+        plan: Plan | None = None,
+        rank: int | None = None,
         mode: Literal["delta", "full"] = "delta",
         anchor_interval: int | None = None,
         ratio: float = 1.0,
@@ -85,50 +127,57 @@ class DeltaEngine:
             raise ValueError(f"anchor_interval is a positive int or None, not {anchor_interval!r}")
         self._transport, self._mode, self._anchor = transport, mode, anchor_interval
         self._timeout = check_timeout(timeout)
+        self._ends = _ends(plan, rank)
         self.tracker = DeltaTracker(ratio=ratio, keep=mode == "delta")
-        self._held = Chain()
-        self._slots: Slots = {}
+        self._copy = _Copy()
 
     @property
     def version(self) -> int:
-        """The version that the targets of this engine hold; -1 if there is none, or applying one failed."""
-        return self._held.version
+        """The version that the targets of this engine hold; -1 if there is none, applying one failed, or others wrote to them."""
+        return self._copy.version
 
-    def push(self, named_tensors: NamedTensors, version: int, *, full: bool = False) -> None:
+    def push(self, tensors: Given, version: int, *, full: bool = False) -> None:
         """Send what leads from the version pushed last to `version`; everything if there is none, or an anchor is due.
 
+        With a plan every sender of it must push every version.
+
         Args:
-            named_tensors: pairs or a mapping; plain tensors of one device, any dtype of 1, 2, 4 or 8 bytes, any strides.
+            tensors: pairs or a mapping; plain tensors of one device, any dtype of 1, 2, 4 or 8 bytes, any strides. With a plan the `Layout`
+                that it was made from, or tensors of which `Layout.from_tensors` makes that layout (a new one at every call).
             version: above the one pushed last; a version in which nothing changed is one, too.
             full: send everything, for receivers that lost their version; names, shapes and dtypes may then be new.
 
         Raises:
             VersionReplay: `version` is not above the one pushed last.
-            LayoutMismatch: names, shapes or dtypes differ from those pushed last, or a tensor cannot be sent; names it.
+            LayoutMismatch: names, shapes or dtypes differ from those pushed last or from the plan, or a tensor cannot be sent; names it.
+            ValueError: this rank is no sender of the plan.
             Exception: whatever the transport raised; the engine is where it was, and the next delta contains this one.
 
         Example:
             >>> engine.push(model.named_parameters(), version=step)
         """
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
-        payload = self.tracker.diff(named_tensors, version, full=full or anchor or self._mode == "full")
+        outgoing = self._ends.outgoing(tensors)
+        payload = self.tracker.diff(outgoing.tensors, version, full=full or anchor or self._mode == "full", wire=outgoing.wire)
         try:
-            self._transport.send(payload, timeout=self._timeout)
+            self._transport.send(self._ends.address(payload), timeout=self._timeout)
         except BaseException:
             self.tracker.rollback()
             raise
         self.tracker.commit()
 
-    def pull(self, target_params: NamedTensors, version: int) -> None:
-        """Wait for a version and write it into place.
+    def pull(self, targets: Given, version: int) -> None:
+        """Wait for a version and write it into place: the payloads of all senders that this rank needs, or nothing.
 
         Args:
-            target_params: pairs or a mapping; the same tensors, names, shapes and dtypes at every pull. Addresses stay.
+            targets: pairs or a mapping; the same tensors, names, shapes and dtypes at every pull. Addresses stay. With a plan
+                a `Layout` or what makes one, as for `push`.
             version: that the targets hold afterwards.
 
         Raises:
             PeerLost: it did not come in time.
-            VersionGap: it starts from a version that the targets do not hold yet.
+            VersionGap: it starts from a version that the targets do not hold: not yet, or not any more, because somebody else wrote to
+                them since the last pull, or replaced them. A full version of every sender is the way out.
             VersionReplay: the targets hold it already, or a newer one.
             VersionRestart: it does not continue the run that the targets follow.
             FrameError, LayoutMismatch: it is damaged or does not fit the targets, which are as they were; names the tensor.
@@ -137,7 +186,7 @@ class DeltaEngine:
         Example:
             >>> engine.pull(rollout.named_parameters(), version=step)
         """
-        self.commit_live_apply(self.decode_for_live_apply(version), target_params)
+        self.commit_live_apply(self.decode_for_live_apply(version), targets)
 
     def decode_for_live_apply(self, version: int) -> Staged:
         """Wait for a version and check it, while the targets are in use: nothing is written.
@@ -150,39 +199,56 @@ class DeltaEngine:
             >>> engine.commit_live_apply(staged, rollout.named_parameters())
         """
         check_version(version)
-        payload = self._transport.receive(version, timeout=self._timeout)
-        if not isinstance(payload, Payload) or payload.version != version:
-            got = f"v{payload.version}" if isinstance(payload, Payload) else type(payload).__name__
-            raise FrameError("the transport returned something else", expected=f"v{version}", got=got, fix="pull again")
-        changes = read_payload(payload)
-        _check_chain(payload, self._held)
-        return Staged(payload, changes)
+        deadline = time.monotonic() + self._timeout
+        payloads = [self._receive(version, sender, deadline) for sender in self._ends.senders]
+        parts = tuple((payload, read_payload(payload)) for payload in payloads)
+        for payload in payloads:
+            _check_chain(payload, self._copy)
+        return Staged(version, parts)
 
-    def commit_live_apply(self, staged: Staged, target_params: NamedTensors) -> None:
+    def _receive(self, version: int, sender: int, deadline: float) -> Payload:
+        left = max(deadline - time.monotonic(), 1e-3)
+        payload = self._transport.receive(version, sender=sender, timeout=left)
+        if not isinstance(payload, Payload) or (payload.version, payload.sender) != (version, sender):
+            got = f"v{payload.version} of rank {payload.sender}" if isinstance(payload, Payload) else type(payload).__name__
+            raise FrameError("the transport returned something else", expected=f"v{version} of rank {sender}", got=got, fix="pull again")
+        return payload
+
+    def commit_live_apply(self, staged: Staged, targets: Given) -> None:
         """Write into place what `decode_for_live_apply` returned; all checks come first.
 
         Args:
             staged: of this engine, not applied yet.
-            target_params: see `pull`.
+            targets: see `pull`.
 
         Raises:
             VersionGap, VersionReplay, VersionRestart, FrameError, LayoutMismatch, ApplyFailed: see `pull`.
         """
-        payload, held = staged.payload, self._held
-        _check_chain(payload, held)
-        targets = named(target_params)
-        _refuse_overlaps(targets)
-        slots = slots_of(targets)
-        if not payload.full:
-            refuse_difference(self._slots, slots, what="the targets of the pull before and of this one")
-        check_changes(staged.changes, targets, full=payload.full)
-        held.version = NONE
+        copy = self._copy
+        for payload, _ in staged.parts:
+            _check_chain(payload, copy)
+        tensors = self._ends.targets(targets)
+        _refuse_overlaps(tensors)
+        slots = slots_of(tensors)
+        if not all(payload.full for payload, _ in staged.parts):
+            refuse_difference(copy.slots, slots, what="the targets of the pull before and of this one")
+            self._refuse_disturbed(tensors)
+        landed = [each for payload, changes in staged.parts for each in self._ends.land(payload, changes, tensors)]
+        copy.version = NONE
         try:
-            apply_changes(staged.changes, targets)
+            write_changes(landed)
         except Exception as error:
             raise ApplyFailed("writing a payload into place broke off", got=f"{type(error).__name__}: {error}", fix=_IN_FULL) from error
-        held.move(payload.version, payload.stream, full=payload.full)
-        self._slots = slots
+        copy.lineages = {payload.sender: payload.lineage for payload, _ in staged.parts}
+        copy.version, copy.slots, copy.marks = staged.version, slots, _marks(tensors)
+
+    def _refuse_disturbed(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse targets that are not what the last pull left; they hold no version then."""
+        disturbed = dict(_marks(tensors).items() - self._copy.marks.items())
+        if disturbed:
+            self._copy.version = NONE
+            what = "somebody else wrote to the targets since the last pull, or replaced them"
+            raise VersionGap(what, slot=min(disturbed), got=f"{len(disturbed)} of {len(tensors)} tensors", fix=_IN_FULL)
 
 
 def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> dict[str, Tensor]:
@@ -204,7 +270,7 @@ def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> di
         {'w': tensor([1., 1.])}
     """
     base, changes = named(base_tensors), read_payload(payload)
-    check_changes(changes, base, full=payload.full)
+    WholeEnds().land(payload, changes, base)
     whole = {change.name for change in changes if change.positions is None}
     made = {name: _copy(tensor, filled=name not in whole) for name, tensor in base.items()}
     apply_changes(changes, made)
@@ -225,26 +291,45 @@ def _refuse_overlaps(targets: Mapping[str, Tensor]) -> None:
         refuse_overlaps(names, [targets[name] for name in names])
 
 
-def _check_chain(payload: Payload, held: Chain) -> None:
+def _ends(plan: Plan | None, rank: int | None) -> Ends:
+    if plan is None:
+        if rank is not None:
+            raise ValueError("rank= is a rank in a plan: pass plan= too")
+        return WholeEnds()
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is a Plan, not a {type(plan).__name__}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise ValueError(f"rank is this process's rank in the plan, not {rank!r}")
+    return SharedEnds(plan, rank)
+
+
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no writes."""
+    return {name: (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for name, tensor in tensors.items()}
+
+
+def _check_chain(payload: Payload, copy: _Copy) -> None:
     """Check that a payload leads from the version held to a later one; a full one may come from another run."""
     fault: tuple[type[VersionError], str] | None = None
-    if held.version == NONE:
+    held, lineage = copy.version, copy.lineages.get(payload.sender, 0)
+    if held == NONE:
         fault = None if payload.full else (VersionGap, "a delta came before anything it could start from")
-    elif payload.version <= held.version and _differ(payload.stream, held.stream):
+    elif payload.version <= held and _differ(payload.lineage, lineage):
         fault = VersionRestart, "a version comes from another run, which counts anew"
-    elif payload.version <= held.version:
+    elif payload.version <= held:
         fault = VersionReplay, "a version came that is held already, or a newer one"
     elif payload.full:
         fault = None
-    elif payload.base_version > held.version:
+    elif payload.base_version > held:
         fault = VersionGap, "a delta starts from a later version than is held"
-    elif payload.base_version < held.version or _differ(payload.base_stream, held.stream):
+    elif payload.base_version < held or _differ(payload.base_lineage, lineage):
         fault = VersionRestart, "a delta comes from another run, or from before a push that broke off"
     if fault is not None:
         kind, what = fault
         fix = "drop it" if kind is VersionReplay else "make a new engine, or push a full version above the one held"
         got = f"{'full' if payload.full else payload.base_version} -> {payload.version}"
-        raise kind(what, expected=f"from {held.version} on", got=got, fix=_IN_FULL if kind is VersionGap else fix)
+        ranks = [payload.sender] if payload.plan else None
+        raise kind(what, ranks=ranks, expected=f"from {held} on", got=got, fix=_IN_FULL if kind is VersionGap else fix)
 
 
 def _differ(one: int, other: int) -> bool:

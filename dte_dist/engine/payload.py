@@ -7,8 +7,11 @@
 | `w@delta_val` | the new values at these positions, in the dtype of `w` |
 | `w` | all of `w`, instead of the pair |
 
-A tensor that did not change is left out. Nothing that is read is believed: `read_payload` checks what a payload says about itself,
-`check_changes` what it says about the tensors it will be written to; only then does `apply_changes` write.
+A tensor that did not change is left out. A sender that is one of several sends its share (`engine.ends`): `w@delta_idx` still
+counts in all of `w`, and a whole `w` is all that the sender holds of it.
+
+Nothing that is read is believed: `read_payload` checks what a payload says about itself, `check_changes` what it says about the
+tensors it will be written to; only then does `apply_changes` write.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from dte_dist.layout import one_device
 from dte_dist.transport.base import Payload
 
 __all__ = [
-    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "flat_bits", "index_dtype", "payload_of",
-    "read_payload", "refuse_reserved", "write_payload",
+    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "flat_bits", "index_dtype",
+    "last_positions", "payload_of", "read_payload", "refuse_reserved", "write_changes", "write_payload",
 ]  # fmt: skip
 
 HEADER: Final = "__awex_delta_header__"
@@ -89,14 +92,14 @@ def refuse_reserved(names: Iterable[str]) -> None:
             raise LayoutMismatch("the name is reserved in payloads", slot=name, fix="give the tensor another name")
 
 
-def write_payload(version: int, base: int, changes: Sequence[Change], *, stream: int = 0, base_stream: int = 0) -> Payload:
+def write_payload(version: int, base: int, changes: Sequence[Change], *, lineage: int = 0, base_lineage: int = 0) -> Payload:
     """Write changes as a payload, which takes over their tensors.
 
     Args:
         version: that the payload makes.
         base: version that it starts from, -1 for a full one.
         changes: all tensors, whole, for a full one.
-        stream, base_stream: see `Payload`.
+        lineage, base_lineage: see `Payload`.
 
     Example:
         >>> sorted(write_payload(1, -1, [Change("w", None, torch.zeros(2))]).tensors)
@@ -110,10 +113,10 @@ def write_payload(version: int, base: int, changes: Sequence[Change], *, stream:
             tensors[change.name] = change.values
         else:
             tensors |= {change.name + INDEX: change.positions, change.name + VALUE: change.values}
-    return Payload(version, base, base == NONE, MappingProxyType(tensors), stream, base_stream)
+    return Payload(version, base, base == NONE, MappingProxyType(tensors), lineage, base_lineage)
 
 
-def payload_of(tensors: Mapping[str, Tensor], *, stream: int = 0, base_stream: int = 0) -> Payload:
+def payload_of(tensors: Mapping[str, Tensor], *, lineage: int = 0, base_lineage: int = 0) -> Payload:
     """Return the payload that is made of these tensors, going by their header alone.
 
     Raises:
@@ -124,7 +127,7 @@ def payload_of(tensors: Mapping[str, Tensor], *, stream: int = 0, base_stream: i
         2
     """
     version, base = _header(tensors)[2:4]
-    return Payload(version, base, base == NONE, tensors, stream, base_stream)
+    return Payload(version, base, base == NONE, tensors, lineage, base_lineage)
 
 
 def read_payload(payload: Payload) -> tuple[Change, ...]:
@@ -228,7 +231,7 @@ def check_changes(changes: Sequence[Change], targets: Mapping[str, Tensor], *, f
     said = {change.name: _slot(change, targets.get(change.name)) for change in changes}
     expected = known if full else {name: known[name] for name in said if name in known}
     refuse_difference(expected, said, what="the payload and the tensors of the receiver")
-    _check_range([change for change in changes if change.positions is not None], targets)
+    _check_range(changes, targets)
     _check_ties(changes, targets)
 
 
@@ -240,16 +243,25 @@ def _slot(change: Change, target: Tensor | None) -> tuple[tuple[int, ...], torch
 
 def _check_range(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
     """Check dtypes of positions and the last of each; waits for an accelerator once."""
-    sparse = [(change.name, change.positions) for change in changes if change.positions is not None]
-    for name, positions in sparse:
-        wanted = index_dtype(targets[name].numel())
-        if positions.dtype is not wanted:
-            raise _bad("positions of another dtype", name, wanted, positions.dtype)
-    held = [(name, positions) for name, positions in sparse if len(positions)]
+    for change in changes:
+        wanted = index_dtype(targets[change.name].numel())
+        if change.positions is not None and change.positions.dtype is not wanted:
+            raise _bad("positions of another dtype", change.name, wanted, change.positions.dtype)
+    for change, last in last_positions(changes):
+        if last >= targets[change.name].numel():
+            raise _bad("a position is outside its tensor", change.name, f"below {targets[change.name].numel()}", last)
+
+
+def last_positions(changes: Sequence[Change]) -> list[tuple[Change, int]]:
+    """Return the last position of each change that has any; waits for an accelerator once.
+
+    Example:
+        >>> [last for _, last in last_positions([Change("w", torch.tensor([3, 5]), torch.zeros(2))])]
+        [5]
+    """
+    held = [(change, change.positions) for change in changes if change.positions is not None and len(change.positions)]
     lasts = torch.stack([positions[-1].to(torch.int64) for _, positions in held]).tolist() if held else []
-    for (name, _), last in zip(held, lasts, strict=True):
-        if last >= targets[name].numel():
-            raise _bad("a position is outside its tensor", name, f"below {targets[name].numel()}", last)
+    return [(change, last) for (change, _), last in zip(held, lasts, strict=True)]
 
 
 def _check_ties(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
@@ -280,16 +292,24 @@ def apply_changes(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> N
         changes: that `check_changes` let through.
         targets: by name; any strides and devices.
     """
-    groups: dict[tuple[torch.device, int], list[Change]] = {}
-    for change in changes:
-        target = targets[change.name]
-        groups.setdefault((target.device, target.element_size()), []).append(change)
+    write_changes([(change, targets[change.name]) for change in changes])
+
+
+def write_changes(landed: Sequence[tuple[Change, Tensor]]) -> None:
+    """Write each change into the tensor beside it, in place: addresses stay, version counters move.
+
+    Args:
+        landed: checked; a tensor may come several times, for different elements.
+    """
+    groups: dict[tuple[torch.device, int], list[tuple[Change, Tensor]]] = {}
+    for change, target in landed:
+        groups.setdefault((target.device, target.element_size()), []).append((change, target))
     with torch.no_grad():
         for (device, width), group in groups.items():
-            _apply(group, FlatTensors([targets[change.name] for change in group], width), device)
+            _write([change for change, _ in group], FlatTensors([target for _, target in group], width), device)
 
 
-def _apply(changes: Sequence[Change], flat: FlatTensors, device: torch.device) -> None:
+def _write(changes: Sequence[Change], flat: FlatTensors, device: torch.device) -> None:
     positions, bits = [], []
     for change, start in zip(changes, flat.starts.tolist(), strict=False):
         values = flat_bits(change.values).to(device)

@@ -82,13 +82,16 @@ class DeltaTracker:
         """How many deltas were committed since the last full payload."""
         return self._chain.deltas
 
-    def diff(self, named_tensors: NamedTensors, version: int, *, full: bool = False) -> Payload:
+    def diff(
+        self, named_tensors: NamedTensors, version: int, *, full: bool = False, wire: Mapping[str, torch.dtype] | None = None
+    ) -> Payload:
         """Return what leads from the committed version to `version`: a delta, or everything if there is none.
 
         Args:
             named_tensors: plain tensors on one device, any dtype of 1, 2, 4 or 8 bytes; they may change as soon as this returns.
             version: to make; above every version committed so far.
             full: everything, though there is a version to start from; names, shapes and dtypes may then be new.
+            wire: by name, dtypes to send instead of the tensors' own: what differs is found after the cast.
 
         Raises:
             VersionReplay: `version` is not above the one committed.
@@ -103,17 +106,19 @@ class DeltaTracker:
         refuse_reserved(tensors)
         full = full or self._chain.version == NONE or self._snapshot is None
         device = one_device(list(tensors.values()))
+        slots = {name: (shape, (wire or {}).get(name, dtype)) for name, (shape, dtype) in slots_of(tensors).items()}
         with torch.inference_mode(False), torch.no_grad():
-            changes = [_whole(name, tensor) for name, tensor in tensors.items()] if full else list(self._changes(tensors, device))
+            whole = (_whole(name, tensor, slots[name][1]) for name, tensor in tensors.items())
+            changes = list(whole if full else self._changes(tensors, slots, device))
         payload = self._payload(version, changes, full)
-        self._pending = _Pending(payload, changes, slots_of(tensors), device)
+        self._pending = _Pending(payload, changes, slots, device)
         return payload
 
     def _payload(self, version: int, changes: Sequence[Change], full: bool) -> Payload:
         chain = self._chain
-        stream = _draw() if chain.broken_off else chain.stream
-        base, base_stream = (NONE, 0) if full else (chain.version, chain.stream)
-        return write_payload(version, base, changes, stream=stream, base_stream=base_stream)
+        lineage = _draw() if chain.broken_off else chain.stream
+        base, base_lineage = (NONE, 0) if full else (chain.version, chain.stream)
+        return write_payload(version, base, changes, lineage=lineage, base_lineage=base_lineage)
 
     def commit(self) -> None:
         """Move to the version of the last `diff`, whose payload was sent; the copy is written at changed positions only.
@@ -129,7 +134,7 @@ class DeltaTracker:
         if self._keep:
             with torch.inference_mode(False), torch.no_grad():
                 self._write(pending)
-        self._chain.move(payload.version, payload.stream, full=payload.full)
+        self._chain.move(payload.version, payload.lineage, full=payload.full)
 
     def rollback(self) -> None:
         """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes."""
@@ -165,8 +170,8 @@ class DeltaTracker:
             self._spaces[width] = _Space(tuple(names), tuple(slots[name][1] for name in names), starts)
         self._snapshot = Snapshot({width: int(space.starts[-1]) for width, space in self._spaces.items()}, device, SEGMENT)
 
-    def _changes(self, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[Change]:
-        refuse_difference(self._slots, slots_of(tensors), what="the tensors pushed before and now")
+    def _changes(self, tensors: Mapping[str, Tensor], slots: Slots, device: torch.device) -> Iterator[Change]:
+        refuse_difference(self._slots, slots, what="the tensors pushed before and now")
         if self._snapshot is None:
             raise RuntimeError("a delta has nothing to start from")
         if self._snapshot.device != device:
@@ -174,15 +179,15 @@ class DeltaTracker:
         for width, space in self._spaces.items():
             live = LiveSpace(FlatTensors([tensors[name] for name in space.names], width, space.starts), space.dtypes)
             for index, parts in _found(self._snapshot, live, width, space).items():
-                yield self._change(space.names[index], tensors[space.names[index]], parts)
+                yield self._change(space.names[index], tensors[space.names[index]], space.dtypes[index], parts)
 
-    def _change(self, name: str, tensor: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Change:
+    def _change(self, name: str, tensor: Tensor, dtype: torch.dtype, parts: Sequence[tuple[Tensor, Tensor]]) -> Change:
         """Return the changes of one tensor in part or whole, whichever the rule says."""
-        count, size = sum(len(positions) for positions, _ in parts), tensor.element_size()
+        count, size = sum(len(positions) for positions, _ in parts), dtype.itemsize
         if count * (4 + size) > self._ratio * tensor.numel() * size:
-            return _whole(name, tensor)
+            return _whole(name, tensor, dtype)
         positions = torch.cat([positions for positions, _ in parts]).to(index_dtype(tensor.numel()))
-        return Change(name, positions, torch.cat([bits for _, bits in parts]).view(tensor.dtype))
+        return Change(name, positions, torch.cat([bits for _, bits in parts]).view(dtype))
 
 
 def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[int, list[tuple[Tensor, Tensor]]]:
@@ -204,9 +209,12 @@ def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[
     return found
 
 
-def _whole(name: str, tensor: Tensor) -> Change:
+def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Change:
+    """Return a copy of a tensor in the dtype to send; cast in one dimension, as it is when changes are looked for."""
+    if tensor.dtype != dtype:
+        return Change(name, None, tensor.detach().reshape(-1).to(dtype).view(tensor.shape))
     bits = tensor.detach().view(BITS[tensor.element_size()])
-    return Change(name, None, bits.clone(memory_format=torch.contiguous_format).view(tensor.dtype))
+    return Change(name, None, bits.clone(memory_format=torch.contiguous_format).view(dtype))
 
 
 def check_version(version: int) -> None:

@@ -1,4 +1,4 @@
-"""A transport inside one process: for tests, examples, and a trainer and a rollout that share a process."""
+"""A transport inside one process: for tests, examples, and trainers and rollouts that share a process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ _LONGEST: Final = threading.TIMEOUT_MAX
 
 
 class LoopbackTransport(Transport):
-    """Hand payloads from a sender to any number of receivers in the same process; any threads may call it.
+    """Hand payloads from any number of senders to any number of receivers in the same process; any threads may call it.
+
+    `send` never waits. A payload may be received any number of times, as long as it is kept.
 
     Args:
-        history: how many of the payloads sent last are kept.
+        history: how many of the payloads sent last are kept, of each sender.
 
     Raises:
         ValueError: `history` is no positive number.
@@ -33,36 +35,39 @@ class LoopbackTransport(Transport):
         if isinstance(history, bool) or not isinstance(history, int) or history < 1:
             raise ValueError(f"history is a positive number of payloads, not {history!r}")
         self._room = history
-        self._kept: dict[int, Payload] = {}
-        self._last = -1
+        self._kept: dict[int, dict[int, Payload]] = {}
+        self._last: dict[int, int] = {}
         self._closed = False
         self._moved = threading.Condition()
 
     def send(self, payload: Payload, *, timeout: float) -> None:
-        """Keep a payload for receivers, and drop the oldest if there is no room; never waits."""
+        """Keep a payload for receivers, and drop the sender's oldest if there is no room; never waits."""
         check_timeout(timeout)
         with self._moved:
             self._refuse_closed()
-            self._kept.pop(payload.version, None)
-            self._kept[payload.version] = payload
-            self._last = payload.version
-            while len(self._kept) > self._room:
-                del self._kept[next(iter(self._kept))]
+            kept = self._kept.setdefault(payload.sender, {})
+            kept.pop(payload.version, None)
+            kept[payload.version] = payload
+            self._last[payload.sender] = payload.version
+            while len(kept) > self._room:
+                del kept[next(iter(kept))]
             self._moved.notify_all()
 
-    def receive(self, version: int, *, timeout: float) -> Payload:
-        """Return the payload that makes `version`, waiting for it if the sender has not come so far."""
+    def receive(self, version: int, *, sender: int = 0, timeout: float) -> Payload:
+        """Return the payload of a sender that makes `version`, waiting for it if the sender has not come so far."""
         seconds = min(check_timeout(timeout), _LONGEST)
         with self._moved:
-            came = self._moved.wait_for(lambda: self._closed or version in self._kept or version < self._last, seconds)
+            came = self._moved.wait_for(lambda: self._is_settled(version, sender), seconds)
             self._refuse_closed()
-            if version in self._kept:
-                return self._kept[version]
-            kept = f"v{', v'.join(map(str, self._kept))}" if self._kept else "nothing"
+            kept = self._kept.get(sender, {})
+            if version in kept:
+                return kept[version]
+            got = f"v{', v'.join(map(str, kept))}" if kept else "nothing"
         if came:
             fix = "pull every version, keep a longer history, or push a full one"
-            raise VersionGap("a version is not kept, or was never sent", expected=f"v{version}", got=kept, fix=fix)
-        raise PeerLost("a version did not come in time", expected=f"v{version} in {timeout} s", got=kept, fix="look after the sender")
+            raise VersionGap("a version is not kept, or was never sent", ranks=[sender], expected=f"v{version}", got=got, fix=fix)
+        expected = f"v{version} in {timeout} s"
+        raise PeerLost("a version did not come in time", ranks=[sender], expected=expected, got=got, fix="look after the sender")
 
     def close(self) -> None:
         """Drop all payloads and wake whoever waits."""
@@ -70,6 +75,10 @@ class LoopbackTransport(Transport):
             self._closed = True
             self._kept.clear()
             self._moved.notify_all()
+
+    def _is_settled(self, version: int, sender: int) -> bool:
+        """Return whether waiting any longer makes no difference."""
+        return self._closed or version in self._kept.get(sender, {}) or version < self._last.get(sender, -1)
 
     def _refuse_closed(self) -> None:
         if self._closed:

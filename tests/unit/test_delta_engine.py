@@ -330,7 +330,7 @@ def test_writing_that_breaks_off_leaves_no_version(monkeypatch: pytest.MonkeyPat
         raise MemoryError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(delta_engine, "apply_changes", broken)
+        patch.setattr(delta_engine, "write_changes", broken)
         with pytest.raises(ApplyFailed, match="MemoryError"):
             pair.pull(2)
     assert pair.receiver.version == -1
@@ -367,6 +367,6 @@ def test_options_are_checked() -> None:
 def test_a_transport_that_returns_something_else() -> None:
     pair = Pair()
     payload = pair.push(1)
-    pair.transport.receive = lambda version, *, timeout: payload  # type: ignore[method-assign]
+    pair.transport.receive = lambda version, *, sender, timeout: payload  # type: ignore[method-assign]
     with pytest.raises(FrameError, match="something else"):
         pair.pull(2)

@@ -19,9 +19,9 @@ def test_history_and_timeout_are_checked() -> None:
 
 def test_a_version_sent_again_replaces_the_one_kept() -> None:
     transport = LoopbackTransport()
-    for stream in (1, 2):
-        transport.send(Payload(5, -1, True, {}, stream), timeout=1.0)
-    assert transport.receive(5, timeout=1.0).stream == 2
+    for lineage in (1, 2):
+        transport.send(Payload(5, -1, True, {}, lineage), timeout=1.0)
+    assert transport.receive(5, timeout=1.0).lineage == 2
 
 
 def test_loopback_waits_drops_and_closes() -> None:

@@ -1,0 +1,370 @@
+"""A transport over a process group: the ranks of the group meet once for every version.
+
+A version is one meeting of all ranks that have to do with it (`Roles.members`). A sender comes to it with its first `send` of that version
+and takes what it needs from other senders along; a rank that only receives comes with its first `receive`. In a meeting:
+
+1. o Row: version, size of the description and of the data, from every rank. Different versions, or an error on any rank (a call that makes
+     no sense, a payload that cannot be sent), are raised on all ranks.
+2. o Descriptions go from every sender to the ranks that need its payload, and are checked there (`packing.Description`).
+3. o Vote: is every description sound, and is there room for the data?
+4. o Data go the same way, in pieces with checksums.
+5. o Vote: has every rank everything, and is it sound? Only then `send` returns, and `receive` gives out the payloads, each once.
+
+Steps with a ring (o) are exchanges. The payload of one sender goes to its receivers by broadcasts, or if it is large through a
+chain of them, so that no rank sends it more than once (`Relay`). Those of several senders go straight to the ranks that need them, all
+senders at a time (`Exchange`). What a rank sends to itself never touches the network.
+
+An error that all ranks share leaves the transport as it was: the next meeting may follow. A rank that is lost, or does not come in
+time, ends it: its groups are closed, which wakes the others.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dte_dist import kernels
+from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap, from_wire, to_wire
+from dte_dist.plan.transfer import Plan
+from dte_dist.transport.base import Payload, Transport, check_timeout
+from dte_dist.transport.groups import LossBoard, Membership, Wire
+from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Packed, piece_sizes
+from dte_dist.transport.roles import Roles, mover
+
+__all__ = ["ProcessGroupTransport"]
+
+_NONE: Final = -1
+_TEXT_BYTES: Final = 4096
+_NEW: Final = "make a new transport on every rank of the group"
+
+_T = TypeVar("_T")
+
+
+class _Agreed(Exception):
+    """Carries an error that every rank raises: the ranks are in step, so the transport stays usable."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class ProcessGroupTransport(Transport):
+    """Carry payloads between the ranks of a process group; every member makes one, at the same time, like a group.
+
+    It has groups of its own on the store of the user's group, so its traffic never meets the user's. Nothing is pickled. It keeps no
+    history: sender and receivers meet.
+
+    * `send` waits for its receivers, and returns once all of them have the payload, checked to the last bit; or raises on all ranks.
+    * `receive` waits for the sender. Every receiver must receive every version that is sent, each payload once; to leave one
+      out, receive it and drop it. On a rank that sends, too, `send` comes first and takes along what this rank then receives.
+    * If ranks send or ask for different versions, all of them raise the same `VersionError`; likewise any other error of one rank. The
+      transport stays usable, and the sender's next delta contains the one that failed.
+    * A rank that dies, or does not come within the timeout, is a `PeerLost` on all others, with the same text. The transport is closed
+      then; make one on a group of the survivors.
+    * Once a rank has closed its transport, the others get `ChannelClosed`.
+
+    Tensors may be on any device: they travel over NCCL if the group has it and every rank has a GPU, else over gloo, and arrive on
+    the device on which they travelled; the engine writes them to any. One thread per rank may use it.
+
+    Args:
+        group: process group, None for the world.
+        src: group rank of the one sender, 0 if nothing is given; all other members receive.
+        plan: for several senders: who sends to whom, in group ranks; each payload goes only to the ranks that need it.
+        timeout: seconds that any wait for another rank may take; `send` and `receive` may ask for less.
+
+    Raises:
+        ValueError, LayoutMismatch: on all ranks, if a call makes no sense or the ranks do not agree.
+        PeerLost: a rank did not come.
+
+    Example:
+        >>> transport = dte_dist.ProcessGroupTransport(group)
+        >>> engine = dte_dist.DeltaEngine(transport)
+        >>> if dist.get_rank(group) == 0:
+        ...     engine.push(model.named_parameters(), version=step)
+        ... else:
+        ...     engine.pull(model.named_parameters(), version=step)
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, src: int | None = None, plan: Plan | None = None, timeout: float = 600.0
+    ) -> None:
+        patience, error = _or_error(lambda: check_timeout(timeout))
+        self._patience = patience or 600.0
+        membership = Membership.join(group, timedelta(seconds=self._patience))
+        self._rank, self._board, self._pid = membership.rank, LossBoard(membership), os.getpid()
+        self._wires: list[Wire] = []
+        self._why: str | None = None
+        self._kept: dict[int, Payload] = {}
+        self._own: Payload | None = None
+        self._met = _NONE
+        roles, wrong = _or_error(lambda: Roles.of(membership.size, src, plan))
+        try:
+            self._guarded(lambda: self._open(membership, roles, error or wrong))
+        except BaseException:
+            self._drop("it could not be opened")
+            raise
+
+    def _open(self, membership: Membership, roles: Roles | None, error: Exception | None) -> None:
+        """Agree on the roles, and make the groups; all members of the group must call."""
+        kernels.warm({1})
+        control = self._wire("control", range(membership.size), membership, "gloo")
+        can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
+        digest = np.frombuffer(roles.digest() if roles is not None else bytes(16), np.int64)
+        rows = control.rows(np.array([error is not None, can_nccl, *digest], np.int64))
+        _raise_if_any(control, rows[:, 0], error)
+        if roles is None or (rows[:, 2:] != digest).any():
+            others = [rank for rank, row in enumerate(rows[:, 2:].tolist()) if row != rows[0, 2:].tolist()]
+            fix = "pass the same src= or plan= on every rank"
+            raise _Agreed(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], fix=fix))
+        self._roles, members = roles, roles.members
+        if self._rank not in members:
+            return
+        everyone = len(members) == membership.size
+        self._control = control if everyone else self._wire("members", members, membership, "gloo")
+        self._data = self._wire("data", members, membership, "nccl") if rows[:, 1].all() else self._control
+        self._move_text = mover(self._control, self._rank, roles)
+        self._move_data = self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
+
+    def _wire(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> Wire:
+        self._wires.append(Wire(name, members, membership, backend))
+        return self._wires[-1]
+
+    def send(self, payload: Payload, *, timeout: float) -> None:
+        """Send this rank's payload to all ranks that need it, and wait until they have it.
+
+        Raises:
+            VersionError, FrameError, LayoutMismatch, ValueError, SyncFailed: on all ranks; nobody has got it.
+            PeerLost: a rank was lost, or did not come in time.
+            ChannelClosed: the transport is closed, here or on another rank.
+        """
+        self._refuse_closed()
+        version = getattr(payload, "version", _NONE)
+        _, error = _or_error(lambda: self._check_payload(payload))
+        if error is not None:
+            self._refuse(error, version, timeout)
+        if self._rank in self._roles.senders:
+            self._meet(version, payload, None, timeout)
+        self._own = payload
+
+    def receive(self, version: int, *, sender: int = 0, timeout: float) -> Payload:
+        """Return the payload of a sender, once; the first call for a version waits for all senders that this rank needs.
+
+        Args:
+            version: that is being sent.
+            sender: group rank; without a plan, where there is one sender, it is not looked at.
+            timeout: seconds.
+
+        Raises:
+            VersionError, FrameError, ValueError, SyncFailed: on all ranks; nobody has got anything.
+            VersionGap: on a rank that sends, too: it has not sent this version, or has received it before.
+            PeerLost: a rank was lost, or did not come in time.
+            ChannelClosed: the transport is closed, here or on another rank.
+        """
+        self._refuse_closed()
+        source = sender if self._roles.plan else self._roles.contributors[0]
+        found = self._take(version, source)
+        if found is not None:
+            return found
+        _, error = _or_error(lambda: self._check_request(version, source))
+        if error is not None:
+            self._refuse(error, version, timeout)
+        self._meet(version, None, None, timeout)
+        return self._kept.pop(source)
+
+    def close(self) -> None:
+        """Close the transport on this rank; the others are told when they call next."""
+        if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
+            self._board.leave()
+            self._drop("it was closed")
+
+    def _check_payload(self, payload: Payload) -> None:
+        roles = self._roles
+        if self._rank not in roles.contributors:
+            raise ValueError(f"rank {self._rank} is no sender of this transport, these are: {', '.join(map(str, roles.contributors))}")
+        if not isinstance(payload, Payload):
+            raise ValueError(f"a transport sends a Payload, not a {type(payload).__name__}")
+        _check_version(payload.version)
+        if roles.plan and (payload.sender, payload.plan) != (self._rank, roles.plan):
+            expected, got = (f"rank {rank}, {plan.hex()}" for rank, plan in ((self._rank, roles.plan), (payload.sender, payload.plan)))
+            fix = "give transport and engine the same plan, and the engine this process's rank in the group"
+            raise LayoutMismatch("a payload of another rank or plan", ranks=[self._rank], expected=expected, got=got, fix=fix)
+
+    def _check_request(self, version: int, source: int) -> None:
+        """Check that this rank may wait for a payload that is not here."""
+        _check_version(version)
+        if source not in self._roles.needs.get(self._rank, ()):
+            raise ValueError(f"rank {self._rank} does not get the payloads of rank {source}")
+        if source == self._rank or self._rank in self._roles.senders:
+            what, fix = "a rank that sends, too, asked for a version that it has not sent, or has received", "push, then pull once"
+            raise VersionGap(what, ranks=[self._rank], expected=f"v{version}", got=f"v{self._met}", fix=fix)
+
+    def _take(self, version: int, source: int) -> Payload | None:
+        """Give out a payload that is here."""
+        if source != self._rank:
+            return self._kept.pop(source, None) if version == self._met else None
+        found = self._own
+        if found is None or found.version != version:
+            return None
+        self._own = None
+        return found
+
+    def _refuse(self, error: Exception, version: int, timeout: float) -> NoReturn:
+        """Raise an error of this call, on all ranks if they may be waiting for this one."""
+        if self._rank in self._roles.members and version != self._met:
+            self._meet(version, None, error, timeout)
+        raise error
+
+    def _meet(self, version: int, payload: Payload | None, error: Exception | None, timeout: float) -> None:
+        """Meet all members, and keep what comes for this rank.
+
+        Raises:
+            PeerLost, ChannelClosed: the transport is closed.
+            Exception: on all ranks.
+        """
+        seconds, wrong = _or_error(lambda: check_timeout(timeout))
+        for wire in self._wires:
+            wire.timeout = timedelta(seconds=min(seconds or self._patience, self._patience))
+        self._kept, self._own, self._met = {}, None, _NONE
+        self._kept = self._guarded(lambda: self._exchange(version, payload, error or wrong))
+        self._met = version
+
+    def _guarded(self, steps: Callable[[], _T]) -> _T:
+        """Run steps that all members run; close the transport unless all of them end alike."""
+        try:
+            return steps()
+        except _Agreed as agreed:
+            raise agreed.error from agreed.error.__cause__
+        except Exception as caught:
+            raise self._break(caught) from caught
+        except BaseException as caught:
+            self._break(caught)
+            raise
+
+    def _exchange(self, version: int, payload: Payload | None, error: Exception | None) -> dict[int, Payload]:
+        """Go through the steps of a meeting; return the payloads that have come."""
+        packed, wrong = _or_error(lambda: Packed(payload) if payload is not None else None)
+        error, text = error or wrong, packed.text if packed is not None else b""
+        row = [error is not None, version if error is None else _NONE, len(text), packed.nbytes if packed is not None else 0]
+        rows = self._control.rows(np.array(row, np.int64))
+        _raise_if_any(self._control, rows[:, 0], error)
+        _check_rows(rows[:, 1:], self._control.members, self._roles.senders)
+        said = {sender: rows[self._control.members.index(sender), 2:].tolist() for sender in self._roles.senders}
+
+        arrivals: dict[int, Arrival] = {}
+        faults: list[Exception] = []
+
+        def describe(sender: int, _: int, frame: Tensor) -> None:
+            _keep_error(faults, lambda: arrivals.update({sender: self._arrival(sender, version, frame, said[sender][1])}))
+
+        def take(sender: int, number: int, frame: Tensor) -> None:
+            _keep_error(faults, lambda: arrivals[sender].take(number, frame))
+
+        texts = [(len(text), torch.frombuffer(bytearray(text), dtype=torch.uint8))] if text else []
+        self._move_text({sender: [size] for sender, (size, _) in said.items()}, texts, describe)
+        self._vote(faults)
+        pieces = packed.pieces() if packed is not None else []
+        self._move_data({sender: piece_sizes(size) for sender, (_, size) in said.items()}, pieces, take)
+        payloads: dict[int, Payload] = {}
+        _keep_error(faults, lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}))
+        self._vote(faults)
+        return payloads
+
+    def _arrival(self, sender: int, version: int, frame: Tensor, nbytes: int) -> Arrival:
+        """Read a description, and make room for what it describes."""
+        arrival = Arrival(frame.cpu().numpy().tobytes(), nbytes, self._data.device)
+        said = (arrival.head[0], *arrival.head[5:]) if self._roles.plan else (arrival.head[0],)
+        expected = (version, sender, self._roles.plan) if self._roles.plan else (version,)
+        if said != expected:
+            raise FrameError("a payload is not the one that was announced", ranks=[sender], expected=expected, got=said, fix="push again")
+        return arrival
+
+    def _vote(self, faults: Sequence[Exception]) -> None:
+        rows = self._control.rows(np.array([len(faults)], np.int64))
+        _raise_if_any(self._control, rows[:, 0], faults[0] if faults else None)
+
+    def _refuse_closed(self) -> None:
+        if self._why is not None:
+            raise ChannelClosed(f"the transport is closed: {self._why}", fix=_NEW)
+
+    def _drop(self, why: str) -> None:
+        self._why = self._why or why
+        for wire in self._wires:
+            wire.close()
+        self._kept, self._own = {}, None
+
+    def _break(self, error: BaseException) -> DeltaError:
+        """Close the transport after a fault, and return the error that all survivors raise."""
+        _forget_frames(error)
+        why = f"{type(error).__name__} in an earlier call: {error}"
+        if not isinstance(error, PeerLost):
+            told = PeerLost(self._board.agree(f"rank {self._rank} failed: {type(error).__name__}: {error}"))
+            self._drop(why)  # only now: the others are to raise what failed here, not that they lost us
+            return told
+        self._drop(why)
+        if gone := self._board.left():
+            return ChannelClosed(self._board.agree(str(ChannelClosed("a rank closed the transport", ranks=gone, fix=_NEW))))
+        return PeerLost(self._board.agree(str(error)))
+
+
+def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]) -> None:
+    """Check what all ranks said: one version, and sizes that can be."""
+    versions = {int(version): rank for version, rank in zip(rows[:, 0], members, strict=True)}
+    if len(versions) > 1:
+        got = ", ".join(f"v{version} on rank {rank}" for version, rank in sorted(versions.items()))
+        fix = "send and receive the same version on every rank"
+        raise _Agreed(VersionError("ranks send or ask for different versions", ranks=sorted(versions.values()), got=got, fix=fix))
+    for rank, (text, data) in zip(members, rows[:, 1:].tolist(), strict=True):
+        most, least = ((MOST_TEXT, MOST_DATA), 1) if rank in senders else ((0, 0), 0)
+        if not (least <= text <= most[0] and 0 <= data <= most[1] and data % 8 == 0):
+            fix = "push again; if it stays, the ranks run different versions of dte_dist"
+            raise _Agreed(FrameError("a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", fix=fix))
+
+
+def _raise_if_any(wire: Wire, failed: np.ndarray, error: Exception | None) -> None:
+    """Raise, on every member, the error of the first that has one; all must call, with the same column."""
+    if not failed.any():
+        return
+    texts = wire.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
+    ranks = [rank for rank, text in zip(wire.members, texts, strict=True) if text.strip(b"\0")]
+    told = next((found for found in map(from_wire, texts) if found is not None), None)
+    if told is None:
+        raise PeerLost("a rank failed and did not say why", fix=_NEW)
+    agreed = type(told)(f"{told} (raised on rank {', '.join(map(str, ranks))} of the group)")
+    agreed.__cause__ = error
+    raise _Agreed(agreed)
+
+
+def _or_error(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return what a call returns, or the error that it raises: it is told to all ranks."""
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+
+
+def _keep_error(faults: list[Exception], call: Callable[[], Any]) -> None:
+    """Call something, unless something has failed already; keep what it raises until the vote."""
+    if not faults:
+        _, error = _or_error(call)
+        if error is not None:
+            faults.append(error)
+
+
+def _check_version(version: int) -> None:
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 62:
+        raise ValueError(f"a version is an int from 0 to 2^62, not {version!r}")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop what an error's frames hold: operations hold connections, and peers would not learn that we left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
