@@ -123,7 +123,7 @@ class ModelMap:
                         tables[id(table)] = hashlib.blake2b(repr(table.blocks).encode(), digest_size=16).digest()
                     hashed.update(b"%d %d %d " % (rank, width, len(pieces)) + tables[id(table)])
                     for column in (pieces.slot, pieces.entry, pieces.block):
-                        hashed.update(np.ascontiguousarray(column))
+                        hashed.update(column.tobytes())
         return hashed.digest()
 
     def slot_of(self, name: str) -> int:
