@@ -26,6 +26,7 @@ from dte_dist import kernels
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.collectives import running
 from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
@@ -245,9 +246,11 @@ class _Opening:
         rank, root, model = self.membership.rank, agreement.root, agreement.model
         totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
         schedule = Schedule(totals, self.options.bucket_bytes)
-        gather = self._wire("gather", agreement.backend, sorted(agreement.sources))
-        stream = self._wire("stream", agreement.backend, sorted({root, *agreement.receivers}))
-        pairs = self.wires[0] if agreement.backend == "gloo" else self._wire("pairs", agreement.backend, range(self.membership.size))
+        device = mine.layout.read().device
+        gather = self._wire("gather", agreement.backend, sorted(agreement.sources), device)
+        stream = self._wire("stream", agreement.backend, sorted({root, *agreement.receivers}), device)
+        everyone = range(self.membership.size)
+        pairs = self.wires[0] if agreement.backend == "gloo" else self._wire("pairs", agreement.backend, everyone, device)
         source = self._source(agreement, mine, kept, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
         kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
@@ -258,14 +261,14 @@ class _Opening:
             lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
             lambda: Plan.of(model, root),
         )
-        parts = Parts(agreement, self.wires[0], routes, source, receiver)
+        parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)))
         return Channel(self.options, parts, LossBoard(self.membership), self.wires)
 
-    def _wire(self, name: str, backend: str, members: Sequence[int]) -> Wire | None:
+    def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device) -> Wire | None:
         """Make a data group if it has several members and this rank is one."""
         if len(members) < 2 or self.membership.rank not in members:
             return None
-        self.wires.append(Wire(name, members, self.membership, backend))
+        self.wires.append(Wire(name, members, self.membership, backend, device))
         return self.wires[-1]
 
     def _source(self, agreement: Agreement, mine: Described, kept: _Kept | None, schedule: Schedule) -> SourceState:

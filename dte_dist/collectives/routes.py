@@ -108,6 +108,10 @@ class Route(ABC):
         return 0
 
     @abstractmethod
+    def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
+        """Take all frames of a source, in order; what is not for this rank's receiver is left out."""
+
+    @abstractmethod
     def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
         """Move all frames that make `step`; sources, the root and targets must call.
 
@@ -155,15 +159,20 @@ class RelayRoute(Route):
     def gathered(self, sizes: Sizes) -> int:
         return sum(sum(row) for source, row in sizes.items() if source != self._root)
 
-    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
-        receiver = self._receiver
+    def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
+        for number, frame in enumerate(frames):
+            self._take(step, source, number, frame)
 
+    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
         def take(parcel: Parcel, frame: Tensor) -> None:
-            if receiver is not None:
-                chunks = self.chunks[parcel.source]
-                receiver.take(frame, step.head(parcel.source, len(chunks), chunks[parcel.chunk][1]))
+            self._take(step, parcel.source, parcel.chunk, frame)
 
         self._relay.move(sizes, frames, targets, take, phases)
+
+    def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
+        if self._receiver is not None and len(frame):
+            chunks = self.chunks[source]
+            self._receiver.take(frame, step.head(source, len(chunks), chunks[number][1]))
 
 
 class P2PRoute(Route):
@@ -223,6 +232,10 @@ class P2PRoute(Route):
         """Return those of a source's items, one per frame, that are for a target."""
         return [item for (lane, _), item in zip(self.chunks[source], items, strict=True) if lane == self._lane[target]]
 
+    def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
+        for number, frame in enumerate(self._of(source, self._rank, frames)):
+            self._take(step, source, number, frame)
+
     def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
         outgoing: dict[int, list[Sized]] = {}
         incoming: dict[int, list[int]] = {}
@@ -231,14 +244,16 @@ class P2PRoute(Route):
             outgoing = {target: self._of(self._rank, target, sized) for target in targets}
         if self._rank in targets:
             incoming = {source: self._of(source, self._rank, row) for source, row in sizes.items()}
-        receiver = self._receiver
 
         def take(source: int, number: int, frame: Tensor) -> None:
-            if receiver is not None:
-                chunks = self._of(source, self._rank, self.chunks[source])
-                receiver.take(frame, step_of_lane(step, chunks[number][0]).head(source, len(chunks), chunks[number][1]))
+            self._take(step, source, number, frame)
 
         self._exchange.move(outgoing, incoming, targets, take, phases)
+
+    def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
+        if self._receiver is not None and len(frame):
+            chunks = self._of(source, self._rank, self.chunks[source])
+            self._receiver.take(frame, step_of_lane(step, chunks[number][0]).head(source, len(chunks), chunks[number][1]))
 
 
 class Routes(Mapping[RouteName, Route]):

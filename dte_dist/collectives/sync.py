@@ -4,9 +4,9 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 
 1.   Prepare, in the caller's thread (`Channel.prepare`): sources look at their live tensors, once, and encode what changed; receivers
      find theirs. An error here is kept, not raised: a rank that left now would leave the others waiting.
-2. o Control: one row per rank, with the sizes of its frames. All ranks take the same decision (`engine.control.decide`),
-     or raise the same error.
-3. o Delta: frames go from the sources over the root to the receivers that follow, and are staged there.
+2. o Control: one row per rank, with the sizes of its frames, and the frames themselves if they are small (`collectives.letters`).
+     All ranks take the same decision (`engine.control.decide`), or raise the same error.
+3. o Delta: frames go from the sources on their route to the receivers that follow, and are staged there.
 4. o Vote: has every rank everything, and is it sound? If not, all raise, and nothing has moved.
 5.   Apply and commit: receivers write what is staged, sources move their snapshot.
 6. o Seed, if a receiver has no version (the first sync, a dirty or a new receiver): the snapshot itself, straight into place.
@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.opening import Agreement, raise_together
 from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
 from dte_dist.engine.chain import NONE, Step
@@ -38,7 +41,7 @@ __all__ = ["INLINE", "Agreed", "Parts", "Prepared", "Sync"]
 _T = TypeVar("_T")
 
 
-INLINE: Final = 32
+INLINE: Final = 128
 """Sizes of frames that a control row has room for; more take a row of their own."""
 
 
@@ -51,6 +54,7 @@ class Parts:
         control: the channel's own group for rows.
         routes: by name, the ways that frames can take.
         source, receiver: what this rank is; may be both.
+        letters: the room for small deltas in control rows.
     """
 
     agreement: Agreement
@@ -58,6 +62,7 @@ class Parts:
     routes: Routes
     source: SourceState | None
     receiver: ReceiverState | None
+    letters: Letters
 
 
 @dataclass(slots=True)
@@ -104,6 +109,7 @@ class Sync:
         self._phases = prepared.phases
         self._route = parts.routes[prepared.chosen[0]]
         self._load, self._gathered = Load(), 0
+        self._received: dict[int, Tensor] = {}
         self.begun = False
 
     def run(self) -> SyncReport:
@@ -131,7 +137,7 @@ class Sync:
         """Phase 2: return the rows of all ranks, and the sizes of the frames of all sources."""
         prepared = self._prepared
         mine = [len(frame) for frame in self._source.frames()] if self._source is not None and prepared.error is None else []
-        table = self._rows(prepared.row.pack(mine if len(mine) <= INLINE else [], INLINE))
+        table = self._swap(prepared.row.pack(mine if len(mine) <= INLINE else [], INLINE))
         self.begun = True
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
         if any(row.failed for row in rows):
@@ -141,6 +147,20 @@ class Sync:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))
         _agreed(lambda: self._check_sizes(sizes))
         return rows, {source: sizes[source, : len(chunks)].tolist() for source, chunks in self._route.chunks.items()}
+
+    def _swap(self, row: np.ndarray) -> np.ndarray:
+        """Exchange control rows, those of sources with their letters; return the rows."""
+        letters, wire = self._parts.letters, self._parts.control
+        sizes = {rank: 8 * len(row) + (letters.room if rank in self._parts.agreement.sources else 0) for rank in wire.members}
+        parts = {rank: torch.zeros(size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
+        head = 8 * len(row)
+        parts[wire.rank][:head] = torch.from_numpy(row.view(np.uint8))
+        if self._source is not None and self._prepared.error is None:
+            letters.write(self._source.frames(), parts[wire.rank][head:])
+        with self._phases("wait"):
+            wire.swap_all(parts)
+        self._received = {rank: part[head:] for rank, part in parts.items()}
+        return np.stack([parts[rank][:head].numpy().view(np.int64) for rank in wire.members])
 
     def _check_sizes(self, sizes: np.ndarray) -> None:
         """Refuse sizes that no frame can have, before anyone makes room for them."""
@@ -157,10 +177,27 @@ class Sync:
 
     def _stream_delta(self, decision: Decision, sizes: Sizes) -> None:
         """Phase 3."""
+        letters, step = self._parts.letters, self._step(decision, seed=False)
         frames = self._source.frames() if self._source is not None else []
-        self._load = self._route.load(sizes, decision.followers)
-        self._gathered = self._route.gathered(sizes)
-        self._route.move(self._step(decision, seed=False), frames, sizes, decision.followers, self._phases)
+        if letters.hold(sizes):
+            self._load = self._load_of_letters(sizes)
+            if self._is_in(decision.followers):
+                with self._phases("decode"):
+                    for source, row in sizes.items():
+                        self._route.take(step, source, letters.read(self._received[source], row))
+        else:
+            self._load = self._route.load(sizes, decision.followers)
+            self._gathered = self._route.gathered(sizes)
+            self._route.move(step, frames, sizes, decision.followers, self._phases)
+        letters.learn(sizes)
+
+    def _load_of_letters(self, sizes: Sizes) -> Load:
+        load = Load()
+        for source, row in sizes.items():
+            load.frames += sum(size > 0 for size in row)
+            for rank in self._parts.control.members:
+                load.add(source, rank, sum(row))
+        return load
 
     def _vote(self) -> None:
         """Phase 4: raise the same error on every rank if any rank has one."""

@@ -8,13 +8,17 @@ group, under a prefix that all its members count up together. They belong to nob
 
 Everything travels as uint8 or int64. Sizes are agreed before a receive is posted: gloo ends the process on a
 message that is too long and takes a short one in silence.
+
+NCCL runs what was started on it one after the other, so a send and a receive between the same two ranks would wait for each other for
+ever unless they are started as one (`Wire.swap`). It connects at the first operation, and then all members have to be there: so a
+wire does one as soon as it is made.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -180,6 +184,7 @@ class Wire:
         members: group ranks, the same order on all members.
         membership: this rank in the user's group; must be one of the members.
         backend: "gloo" or "nccl".
+        device: for NCCL, the GPU of this rank; None for the current one.
 
     Attributes:
         device: where tensors must lie to travel on it.
@@ -188,17 +193,23 @@ class Wire:
         PeerLost: not all members came in time.
     """
 
-    def __init__(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> None:
+    def __init__(
+        self, name: str, members: Sequence[int], membership: Membership, backend: str, device: torch.device | None = None
+    ) -> None:
         self.name = name
         self.members = tuple(members)
         self.rank = membership.rank
         self.timeout = membership.timeout
         self._closed = False
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if backend == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device()) if device is None or device.type != "cuda" else device
         self._place = {rank: place for place, rank in enumerate(self.members)}
         store = dist.PrefixStore(name, membership.store)
         place, size = self._place[self.rank], len(self.members)
         self._backend: Any = self._guard("connect", self.members, lambda: _make(backend, store, place, size, self.timeout))
+        if backend == "nccl":
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), self.members[0]).wait()
 
     def close(self) -> None:
         """Drop the backend; peers that wait on it fail at once or at their timeout."""
@@ -209,10 +220,26 @@ class Wire:
 
     def rows(self, row: np.ndarray) -> np.ndarray:
         """Gather one int64 row of the same length from every member; return int64[members, len(row)]."""
-        mine = torch.from_numpy(np.ascontiguousarray(row, np.int64))
         table = torch.empty(len(self.members), len(row), dtype=torch.int64, device="cpu")
-        self._start("exchange a row", self.members, lambda: self._backend.allgather([list(table.unbind())], [mine])).wait()
+        table[self._place[self.rank]] = torch.from_numpy(np.ascontiguousarray(row, np.int64))
+        self.swap_all(dict(zip(self.members, table.unbind(), strict=True)))
         return table.numpy()
+
+    def swap_all(self, parts: Mapping[int, Tensor]) -> None:
+        """Send this rank's part to all other members, and receive theirs; gloo only.
+
+        Straight from each to each: one round trip, where gloo's allgather passes rows around in a ring. And it is known who does not
+        answer.
+
+        Args:
+            parts: by rank, this one's filled; each of one size on all ranks, those of different ranks may differ.
+        """
+        at = self.members.index(self.rank)
+        others = [*self.members[at + 1 :], *self.members[:at]]
+        pending = [self.receive(parts[rank], rank) for rank in reversed(others)]
+        pending += [self.send(parts[self.rank], rank) for rank in others]
+        for each in pending:
+            each.wait()
 
     def texts(self, text: bytes) -> list[bytes]:
         """Gather bytes of the same length from every member."""
@@ -235,11 +262,40 @@ class Wire:
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start to send `tensor`; it must stay as it is until waited for."""
-        return self._start("send", [to], lambda: self._backend.send([tensor], self._place[to], 0))
+        return self._start("send", [to], lambda: self._as_one(lambda: self._backend.send([tensor], self._place[to], 0)))
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Start to receive into `tensor`, whose size is the size agreed with the sender."""
-        return self._start("receive", [source], lambda: self._backend.recv([tensor], self._place[source], 0))
+        return self._start("receive", [source], lambda: self._as_one(lambda: self._backend.recv([tensor], self._place[source], 0)))
+
+    def swap(self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None) -> tuple[Pending | None, Pending | None]:
+        """Start a send and a receive, perhaps between the same two ranks; either may be missing.
+
+        Args:
+            outgoing: a tensor, and the rank that it goes to.
+            incoming: a tensor, and the rank that it comes from.
+        """
+        if self.device.type == "cpu" or outgoing is None or incoming is None:
+            return self.send(*outgoing) if outgoing else None, self.receive(*incoming) if incoming else None
+        (sent, to), (received, source) = outgoing, incoming
+
+        def begin() -> None:
+            self._backend.send([sent], self._place[to], 0)
+            self._backend.recv([received], self._place[source], 0)
+
+        both = self._start("exchange frames", [to, source], lambda: self._as_one(begin))
+        return both, both
+
+    def _as_one(self, begin: Callable[[], Any]) -> Any:
+        """Start operations; on NCCL those between two ranks as one, on the connections that all members have."""
+        if self.device.type == "cpu":
+            return begin()
+        self._backend._start_coalescing()
+        try:
+            begin()
+        finally:
+            work = self._backend._end_coalescing()
+        return work
 
     def _start(self, what: str, ranks: Sequence[int], begin: Callable[[], Any]) -> Pending:
         return Pending(self, what, tuple(ranks), self._guard(what, ranks, begin))

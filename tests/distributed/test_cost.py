@@ -87,8 +87,8 @@ def test_memory_is_snapshot_patch_and_two_buckets_and_does_not_grow(ranks, capsy
         assert figures["after 59"] <= figures["after 9"] + 8 * MIB
 
 
-def _count(rank: int, world: int, tensors: int) -> list[tuple[tuple[str, int], ...]]:
-    """Count the operations of a steady sync by kind, with `tensors` tensors of the same total size."""
+def _count(rank: int, world: int, tensors: int, changes: int) -> tuple[list[dict[str, int]], int]:
+    """Count the operations of each of some syncs by kind, with `tensors` tensors of the same total size."""
     counted: Counter[str] = Counter()
     begin = Wire._start
 
@@ -105,23 +105,34 @@ def _count(rank: int, world: int, tensors: int) -> list[tuple[tuple[str, int], .
         rows = []
         for step in range(3):
             if rank == 0:
-                for parameter in model.parameters():
-                    parameter[step] += 1
+                for parameter, part in zip(model.parameters(), _truth(step, changes).split(each), strict=True):
+                    parameter.copy_(part)
             counted.clear()
             dte_dist.delta_broadcast(model)
-            rows.append(tuple(sorted(counted.items())))
+            rows.append(dict(counted))
     finally:
         Wire._start = begin
-    truth = torch.full((each,), 1.0)
-    truth[:3] += 1
-    wrong = sum(not same_bits(parameter, truth) for parameter in model.parameters())
+    wrong = sum(not same_bits(mine, part) for mine, part in zip(model.parameters(), _truth(2, changes).split(each), strict=True))
     dte_dist.close(model)
-    return [rows, wrong]
+    return rows, wrong
+
+
+def _truth(step: int, changes: int) -> torch.Tensor:
+    """Return all elements; `changes` of them, evenly spread, differ from those of the step before."""
+    truth = torch.full((400_000,), 1.0)
+    truth[:: 400_000 // changes] += step
+    return truth
 
 
 def test_a_sync_makes_the_same_exchanges_for_20_and_for_20000_tensors(ranks):
-    few, many = (ranks.run(_count, tensors) for tensors in (20, 20_000))
+    few, many = (ranks.run(_count, tensors, 40_000) for tensors in (20, 20_000))
     assert few == many
     for rows, wrong in few:
         assert wrong == 0
         assert rows[1] and rows[1] == rows[2]
+
+
+def test_a_small_sync_is_three_round_trips(ranks):
+    for rows, wrong in ranks.run(_count, 20, 1000):
+        assert wrong == 0
+        assert rows[1] != rows[2] == {"control: send": 3, "control: receive": 3}
