@@ -13,7 +13,7 @@ from dte_dist.transport.groups import Wire
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 
-ROWS, COLUMNS = 1024, 96
+ROWS, COLUMNS = 16384, 96
 
 
 @pytest.fixture(scope="module")
