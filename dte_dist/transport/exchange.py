@@ -5,8 +5,8 @@ For one sync, whose frame sizes every rank knows:
 1. There are as many steps as there are sources or receivers, whichever are more. In step t, source number i sends to receiver
    number i + t (modulo the steps): every rank has one partner to send to and one to receive from, whatever the numbers.
    Where there is no such partner, or nothing to say, the step passes without a message, and later steps keep their partners.
-2. Within a step a rank starts to send its n-th frame, waits for the n-th frame of its partner and unpacks it while the next one
-   arrives. At most two sends and two receives are in flight, in two buffers each.
+2. Within a step a rank starts to send its n-th frame and to receive the n-th frame of its partner, waits for the latter, starts both
+   with the next ones, and unpacks it meanwhile. At most two sends and two receives are in flight, in two buffers each.
 3. A rank that is source and receiver hands itself its frames; they never touch the network.
 
 Nothing can block in a circle: the rank that is furthest behind waits only for what its partners have started already.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -35,6 +36,21 @@ Sized = tuple[int, Frame]
 
 TakeFrom = Callable[[int, int, Tensor], None]
 """What a receiver does with one frame: (source, chunk, frame); the tensor does not outlive the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What this rank does in one step.
+
+    Attributes:
+        to, frames: whom it sends to, and what.
+        source, chunks: whom it receives from, and number and size of each frame.
+    """
+
+    to: int
+    frames: Sequence[Sized]
+    source: int
+    chunks: Sequence[tuple[int, int]]
 
 
 class Exchange:
@@ -76,18 +92,16 @@ class Exchange:
             if source == self._rank:
                 self._hand_over(outgoing[source], take, phases)
                 source = _NOBODY
-            chunks = [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size]
-            arriving = deque(self._receive(number, size, source) for number, (_, size) in enumerate(chunks[:1]))
-            for number in range(max(len(frames), len(chunks))):
-                if number < len(frames):
-                    self._send(frames[number], to, sending, phases)
-                if number < len(chunks):
-                    frame, pending = arriving.popleft()
+            now = _Step(to, frames, source, [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size])
+            going = self._start(now, 0, sending, phases)
+            for number in range(max(len(frames), len(now.chunks))):
+                frame, pending = going
+                if pending is not None:
                     _wait(pending, phases)
-                    if number + 1 < len(chunks):
-                        arriving.append(self._receive(number + 1, chunks[number + 1][1], source))
+                going = self._start(now, number + 1, sending, phases)
+                if frame is not None:
                     with phases("decode"):
-                        take(source, chunks[number][0], frame)
+                        take(source, now.chunks[number][0], frame)
         for pending in sending:
             _wait(pending, phases)
 
@@ -121,21 +135,24 @@ class Exchange:
         frame(place)
         return place
 
-    def _send(self, sized: Sized, to: int, sending: deque[Pending], phases: Phases) -> None:
-        """Start to send a frame, once at most one other is on its way."""
-        wire = self._reach()
-        while len(sending) > 1:
-            _wait(sending.popleft(), phases)
-        with phases("encode"):
-            frame = self._made(self._outgoing, self._sent, sized)
-        self._sent += 1
-        sending.append(wire.send(frame.to(wire.device), to))
-
-    def _receive(self, number: int, size: int, source: int) -> tuple[Tensor, Pending]:
-        """Start to receive a frame into one of two buffers."""
-        wire = self._reach()
-        frame = self._incoming.get(number, size, wire.device)
-        return frame, wire.receive(frame, source)
+    def _start(self, now: _Step, number: int, sending: deque[Pending], phases: Phases) -> tuple[Tensor | None, Pending | None]:
+        """Start to send frame `number`, once at most one other is on its way, and to receive the partner's; return the latter."""
+        frame: Tensor | None = None
+        outgoing = incoming = None
+        if number < len(now.frames):
+            while len(sending) > 1:
+                _wait(sending.popleft(), phases)
+            with phases("encode"):
+                made = self._made(self._outgoing, self._sent, now.frames[number])
+            self._sent += 1
+            outgoing = made.to(self._reach().device), now.to
+        if number < len(now.chunks):
+            frame = self._incoming.get(number, now.chunks[number][1], self._reach().device)
+            incoming = frame, now.source
+        sent, received = self._reach().swap(outgoing, incoming) if outgoing or incoming else (None, None)
+        if sent is not None:
+            sending.append(sent)
+        return frame, received
 
     def _reach(self) -> Wire:
         if self._wire is None:
