@@ -19,6 +19,7 @@ from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.channels import find_or_open, is_in_use
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
 from dte_dist.collectives.routes import RouteOption
+from dte_dist.collectives.streams import aside, hold_back, on
 from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
 from dte_dist.errors import DeltaError, PeerLost
@@ -228,7 +229,8 @@ class _Call:
     def run(self) -> SyncReport:
         """Sync; where another rank had closed the channel, open a new one with it first."""
         while True:
-            channel, prepared = self._prepare()
+            channel = self._channel()
+            prepared = self._prepare(channel)
             try:
                 return channel.run(prepared)
             except Abandoned:
@@ -236,7 +238,11 @@ class _Call:
 
     def start(self) -> DeltaWork:
         """Prepare here, so that the bits to send are safe, and run the rest in the background."""
-        channel, prepared = self._prepare()
+        channel = self._channel()
+        streams = aside(channel.devices)
+        with on(streams):
+            prepared = self._prepare(channel)
+        hold_back(streams)
 
         def finish() -> SyncReport:
             try:
@@ -244,13 +250,15 @@ class _Call:
             except Abandoned as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
                 raise PeerLost("another rank had closed the channel", fix="call again; a new channel opens") from abandoned
 
-        return DeltaWork(finish)
+        return DeltaWork(finish, streams)
 
-    def _prepare(self) -> tuple[Channel, Prepared]:
+    def _channel(self) -> Channel:
+        return find_or_open(self.module, self.group, self.said.get("into"), self.options, self.error)
+
+    def _prepare(self, channel: Channel) -> Prepared:
         said = self.said
-        channel = find_or_open(self.module, self.group, said.get("into"), self.options, self.error)
         version, mode, detector = said.get("version"), said.get("mode", "delta"), said.get("detector")
-        return channel, channel.prepare(version, mode, detector, self.said["route"], self.begin, check=lambda: self._check(channel))
+        return channel.prepare(version, mode, detector, self.said["route"], self.begin, check=lambda: self._check(channel))
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""

@@ -11,8 +11,10 @@ import logging
 import os
 import secrets
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+
+import torch
 
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives.options import Options
@@ -42,14 +44,15 @@ class Channel:
         parts: what it is made of.
         board: what is left when its groups break.
         wires: all its groups.
+        devices: of the tensors on this rank.
 
     Attributes:
         rank: in the group.
         broken: why it can no longer be used; None while it can.
     """
 
-    def __init__(self, options: Options, parts: Parts, board: LossBoard, wires: Sequence[Wire]) -> None:
-        self.options, self.parts = options, parts
+    def __init__(self, options: Options, parts: Parts, board: LossBoard, wires: Sequence[Wire], devices: Collection[torch.device]) -> None:
+        self.options, self.parts, self.devices = options, parts, devices
         self.rank = parts.control.rank
         self.broken: str | None = None
         self._pid = os.getpid()

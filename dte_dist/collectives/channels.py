@@ -36,7 +36,7 @@ from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
 from dte_dist.errors import LayoutMismatch, PeerLost
-from dte_dist.layout import Layout, refuse_overlaps
+from dte_dist.layout import DTYPES, Layout, refuse_overlaps
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.space import FlatSpace
@@ -188,7 +188,7 @@ def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: 
     try:
         control = Wire("control", range(membership.size), membership, "gloo")
         opening.wires.append(control)
-        agreement, mine = _agree(control, lambda: describe(module, into, options, membership.backends), error)
+        agreement, mine = _agree(control, lambda: _describe(module, into, options, membership), error)
         try:
             built = opening.build(agreement, mine, _kept.get(module), module if into is None else into)
         except PeerLost:
@@ -208,6 +208,14 @@ def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: 
             for wire in opening.wires:
                 wire.close()
     return channel  # type: ignore[return-value]  # raise_together raised where there is none
+
+
+def _describe(module: Model, into: Model | None, options: Options, membership: Membership) -> Described:
+    described = describe(module, into, options, membership.backends)
+    dtypes = {DTYPES[entry.dtype] for layout in (described.layout, described.into) if layout is not None for entry in layout.manifest.entries}
+    # Before anyone waits for this rank: where nothing is cached, compiling takes longer than a short timeout.
+    kernels.warm({dtype.itemsize for dtype in dtypes})
+    return described
 
 
 def _agree(control: Wire, describe_mine: Callable[[], Described], error: Exception | None) -> tuple[Agreement, Described]:
@@ -246,7 +254,7 @@ class _Opening:
         rank, root, model = self.membership.rank, agreement.root, agreement.model
         totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
         schedule = Schedule(totals, self.options.bucket_bytes)
-        device = mine.layout.read().device
+        device = mine.devices[0] if mine.devices else None
         gather = self._wire("gather", agreement.backend, sorted(agreement.sources), device)
         stream = self._wire("stream", agreement.backend, sorted({root, *agreement.receivers}), device)
         everyone = range(self.membership.size)
@@ -262,9 +270,9 @@ class _Opening:
             lambda: Plan.of(model, root),
         )
         parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)))
-        return Channel(self.options, parts, LossBoard(self.membership), self.wires)
+        return Channel(self.options, parts, LossBoard(self.membership), self.wires, frozenset(mine.devices))
 
-    def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device) -> Wire | None:
+    def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Wire | None:
         """Make a data group if it has several members and this rank is one."""
         if len(members) < 2 or self.membership.rank not in members:
             return None

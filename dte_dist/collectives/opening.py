@@ -38,12 +38,14 @@ class Described:
         into: of the module to receive into, if there is another.
         data: the description, equal on ranks that are placed alike.
         coordinates: of this rank on the meshes of `layout`, then of `into`.
+        devices: of the tensors of `layout`, then of `into`; none where there are no tensors.
     """
 
     layout: Layout
     into: Layout | None
     data: bytes
     coordinates: tuple[int, ...]
+    devices: tuple[torch.device, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,16 +80,17 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
     """
     layout = layout_of(module, options)
     other = None if into is None else layout_of(into, options)
+    devices = tuple(each.read().device for each in (layout, other) if each is not None and each.manifest.entries)
     head = {
         "options": options.shared(),
         "wire": wire_types(options.wire_dtype, layout.manifest),
         "partial": options.select is not None,
-        "nccl": "nccl" in backends and all(tensor.is_cuda for each in (layout, other) if each is not None for tensor in each.tensors()),
+        "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
     }
     parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]
     data = np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
     coordinates = [number for each in (layout, other) if each is not None for number in _flatten(each)]
-    return Described(layout, other, data, tuple(coordinates))
+    return Described(layout, other, data, tuple(coordinates), devices)
 
 
 def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agreement:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from dte_dist.collectives.streams import Streams, on, settle
 from dte_dist.report import SyncReport
 
 __all__ = ["THREAD_NAME", "DeltaWork"]
@@ -21,7 +22,11 @@ class DeltaWork(dist.Work):
     """A sync on its way, like the `Work` of c10d.
 
     When the call that returned it has returned, the bits to send are safe: the optimizer may step. On receivers, the
-    weights change at some moment before `wait` returns.
+    weights change at some moment before `wait` returns; then they may be used on any stream.
+
+    Args:
+        run: the sync.
+        streams: to run it on, see `collectives.streams`; none on the CPU.
 
     Attributes:
         done: set once the sync has ended, well or not.
@@ -32,25 +37,20 @@ class DeltaWork(dist.Work):
         >>> report = work.wait()
     """
 
-    def __init__(self, run: Callable[[], SyncReport]) -> None:
+    def __init__(self, run: Callable[[], SyncReport], streams: Streams = ()) -> None:
         super().__init__()
         self._report: SyncReport | None = None
         self._error: BaseException | None = None
         self.done = threading.Event()
-        device = None
-        if torch.cuda.is_initialized():
-            device = torch.cuda.current_device()
-            torch.cuda.current_stream().synchronize()  # what the caller queued before the call comes before what the thread does
-        threading.Thread(target=self._run, args=(run, device), name=THREAD_NAME, daemon=True).start()
+        threading.Thread(target=self._run, args=(run, streams), name=THREAD_NAME, daemon=True).start()
 
-    def _run(self, run: Callable[[], SyncReport], device: int | None) -> None:
+    def _run(self, run: Callable[[], SyncReport], streams: Streams) -> None:
         try:
-            if device is not None:
-                torch.cuda.set_device(device)  # a thread starts on device 0
-            with torch.no_grad():
-                self._report = run()
-            if device is not None:
-                torch.cuda.current_stream().synchronize()
+            with torch.no_grad(), on(streams):
+                try:
+                    self._report = run()
+                finally:
+                    settle(streams)
         except BaseException as error:  # wait() raises it in the caller's thread
             self._error = error
         finally:

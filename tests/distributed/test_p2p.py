@@ -51,29 +51,35 @@ def _local(module: torch.nn.Module) -> torch.Tensor:
 
 
 class _Counted:
-    """Bytes that a rank really sends and receives on the channel's wires, point to point or by broadcast."""
+    """Bytes of frames that a rank really sends and receives on the channel's wires, point to point or by broadcast; rows are left out."""
 
     def __enter__(self) -> _Counted:
         self.sent = self.received = 0
-        self._kept = Wire.send, Wire.receive, Wire.broadcast
+        self._kept = Wire.send, Wire.receive, Wire.broadcast, Wire.swap_all
+        rows = []
+
+        def swap_all(wire, parts):
+            rows.append(parts)
+            self._kept[3](wire, parts)
+            rows.clear()
 
         def send(wire, tensor, to):
-            self.sent += tensor.numel()
+            self.sent += 0 if rows else tensor.numel()
             return self._kept[0](wire, tensor, to)
 
         def receive(wire, tensor, source):
-            self.received += tensor.numel()
+            self.received += 0 if rows else tensor.numel()
             return self._kept[1](wire, tensor, source)
 
         def broadcast(wire, tensor, root):
             self.received += tensor.numel() if wire.rank != root else 0
             return self._kept[2](wire, tensor, root)
 
-        Wire.send, Wire.receive, Wire.broadcast = send, receive, broadcast
+        Wire.send, Wire.receive, Wire.broadcast, Wire.swap_all = send, receive, broadcast, swap_all
         return self
 
     def __exit__(self, *_: object) -> None:
-        Wire.send, Wire.receive, Wire.broadcast = self._kept
+        Wire.send, Wire.receive, Wire.broadcast, Wire.swap_all = self._kept
 
 
 def four_to_two(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
