@@ -212,7 +212,8 @@ def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: 
 
 def _describe(module: Model, into: Model | None, options: Options, membership: Membership) -> Described:
     described = describe(module, into, options, membership.backends)
-    dtypes = {DTYPES[entry.dtype] for layout in (described.layout, described.into) if layout is not None for entry in layout.manifest.entries}
+    layouts = [layout for layout in (described.layout, described.into) if layout is not None]
+    dtypes = {DTYPES[entry.dtype] for layout in layouts for entry in layout.manifest.entries}
     # Before anyone waits for this rank: where nothing is cached, compiling takes longer than a short timeout.
     kernels.warm({dtype.itemsize for dtype in dtypes})
     return described
