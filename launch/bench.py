@@ -19,23 +19,10 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from benchlib.check import NotExact
-from benchlib.context import LOOPBACK, Context
 from benchlib.launcher import STARTED, launch
 from benchlib.links import NetworkError
-from benchlib.plots import draw
-from benchlib.rows import Row, write_rows
-from benchlib.run import run_all
-from benchlib.settings import Flags, Scenario, read_flags
-from benchlib.show import print_tables
-
-_PATIENCE = timedelta(hours=2)  # ranks that a scenario does not need wait for it to end
+from benchlib.settings import Flags, read_flags
 
 
 def main() -> int:
@@ -47,13 +34,9 @@ def main() -> int:
         return complain("--links starts the ranks itself: run it without torchrun")
     if int(os.environ["WORLD_SIZE"]) < ranks:
         return complain(f"preset {flags.preset} needs {ranks} ranks: torchrun --standalone --nproc-per-node {ranks} launch/bench.py ...")
-    dist.init_process_group("gloo", timeout=_PATIENCE)
-    try:
-        return run(flags, scenarios)
-    except NotExact as error:
-        return complain(f"NOT BIT-EXACT: {error}")
-    finally:
-        dist.destroy_process_group()
+    from benchlib import rank  # here, since it takes seconds, and the process that starts the ranks needs none of it
+
+    return rank.main(flags, scenarios)
 
 
 def start(ranks: int, flags: Flags) -> int:
@@ -64,28 +47,6 @@ def start(ranks: int, flags: Flags) -> int:
         return complain(str(error))
     except KeyboardInterrupt:
         return complain("interrupted")
-
-
-def run(flags: Flags, scenarios: list[Scenario]) -> int:
-    """All scenarios, on one rank."""
-    leads = dist.get_rank() == 0
-
-    def say(text: str) -> None:
-        if leads:
-            print(text, flush=True)
-
-    def done(rows: list[Row]) -> None:
-        if leads:
-            write_rows(flags.json, rows)
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rows = run_all(scenarios, Context(Path(flags.preset).stem, str(flags.links or LOOPBACK), say, done))
-    if leads:
-        print_tables(rows)
-        for path in draw(rows, flags.plots) if flags.plots else ():
-            print(f"plot: {path}")
-        print(f"every receiver was bit-exact after every call; rows: {flags.json}", flush=True)
-    return 0
 
 
 def complain(text: str) -> int:

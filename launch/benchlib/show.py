@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from benchlib.rows import Row, baseline
 from benchlib.settings import BASELINES
+from dte_dist.report import PHASES
 
-__all__ = ["cells", "head", "markdown", "print_tables", "tables"]
+__all__ = ["cells", "head", "markdown", "phase_lines", "print_tables", "tables"]
 
 _HEAD = ("changed", "method", "median", "vs (a)", "vs (b)", "vs (c)", "to each receiver", "B/change", "limit", "CPU", "memory s/r")
 
@@ -29,6 +30,16 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
         together = list(group)
         columns = _used([_HEAD, *(cells(row, rows) for row in together)])
         yield title, columns
+
+
+def phase_lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+    """Yield a title and lines with the phases of every delta, for every group of rows that follow each other."""
+    for title, group in itertools.groupby(rows, head):
+        deltas = [row for row in group if row.kind == "sync" and row.method.startswith("delta")]
+        if deltas:
+            lines: list[tuple[str, ...]] = [("changed", "method", *PHASES)]
+            lines += [(f"{row.density:.3g} %", row.label, *(_milliseconds(row.phases.get(name)) for name in PHASES)) for row in deltas]
+            yield title, _used(lines)
 
 
 def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -76,6 +87,10 @@ def _used(lines: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if not value else f"{value * 1e3:.1f}"
 
 
 def _bytes(value: int) -> str:
