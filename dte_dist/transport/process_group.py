@@ -35,6 +35,7 @@ from dte_dist import kernels
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap, from_wire, to_wire
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.base import Payload, Transport, check_timeout
+from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Packed, piece_sizes
 from dte_dist.transport.roles import Roles, mover
@@ -104,7 +105,7 @@ class ProcessGroupTransport(Transport):
         self._why: str | None = None
         self._kept: dict[int, Payload] = {}
         self._own: Payload | None = None
-        self._met = _NONE
+        self._met: int | None = None
         roles, wrong = _or_error(lambda: Roles.of(membership.size, src, plan))
         try:
             self._guarded(lambda: self._open(membership, roles, error or wrong))
@@ -204,7 +205,7 @@ class ProcessGroupTransport(Transport):
             raise ValueError(f"rank {self._rank} does not get the payloads of rank {source}")
         if source == self._rank or self._rank in self._roles.senders:
             what, fix = "a rank that sends, too, asked for a version that it has not sent, or has received", "push, then pull once"
-            raise VersionGap(what, ranks=[self._rank], expected=f"v{version}", got=f"v{self._met}", fix=fix)
+            raise VersionGap(what, ranks=[self._rank], expected=f"v{version}", got="none" if self._met is None else f"v{self._met}", fix=fix)
 
     def _take(self, version: int, source: int) -> Payload | None:
         """Give out a payload that is here."""
@@ -232,7 +233,7 @@ class ProcessGroupTransport(Transport):
         seconds, wrong = _or_error(lambda: check_timeout(timeout))
         for wire in self._wires:
             wire.timeout = timedelta(seconds=min(seconds or self._patience, self._patience))
-        self._kept, self._own, self._met = {}, None, _NONE
+        self._kept, self._own, self._met = {}, None, None
         self._kept = self._guarded(lambda: self._exchange(version, payload, error or wrong))
         self._met = version
 
@@ -269,8 +270,9 @@ class ProcessGroupTransport(Transport):
 
         texts = [(len(text), torch.frombuffer(bytearray(text), dtype=torch.uint8))] if text else []
         self._move_text({sender: [size] for sender, (size, _) in said.items()}, texts, describe)
+        pieces: list[tuple[int, Frame]] = []
+        _keep_error(faults, lambda: pieces.extend(packed.pieces()) if packed is not None else None)
         self._vote(faults)
-        pieces = packed.pieces() if packed is not None else []
         self._move_data({sender: piece_sizes(size) for sender, (_, size) in said.items()}, pieces, take)
         payloads: dict[int, Payload] = {}
         _keep_error(faults, lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}))

@@ -86,7 +86,7 @@ class Stage:
         self.source, self.target = ({rank: _given(topology, parts) for rank, parts in side.items()} for side in (self.sent, self.held))
         self.plan = None if topology == "whole" else Plan.between(self.source, self.target)
         self.senders, self.receivers = ([rank for rank in side if rank in played] for side in (sources, copies))
-        self.topology, self._timeout, self.kinds = topology, timeout, ""
+        self.topology, self.kinds = topology, ""
         inner = connect(self.plan)
         self.transport = {rank: Faulty(inner) for rank in played}
         self.restart()
@@ -105,7 +105,7 @@ class Stage:
 
     def new_engine(self, rank: int, **options: Any) -> DeltaEngine:
         where = {} if self.plan is None else {"plan": self.plan, "rank": rank}
-        return DeltaEngine(self.transport[rank], timeout=self._timeout, **where, **options)
+        return DeltaEngine(self.transport[rank], timeout=PATIENCE, **where, **options)
 
     def restart(self, **options: Any) -> None:
         """Start with new engines on both sides."""
