@@ -108,15 +108,18 @@ class Describer:
     ) -> _Place:
         key = (id(mesh), shape, placements, order, decode)
         place = self._places.get(key)
-        if place is None and mesh is None:
-            place = self._places[key] = _Place(WHOLE, shape)
-        elif place is None and mesh is not None:
-            number = self._number(mesh)
-            spec, coordinate = self.meshes[number], self.coordinates[number]
-            cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order, decode=decode)
-            local_shape = (0,) if coordinate is None else cut_block(shape, spec.shape, coordinate, cuts).shape
-            place = self._places[key] = _Place(Placement(number, cuts), local_shape)
+        if place is None:
+            place = self._places[key] = _Place(WHOLE, shape) if mesh is None else self._cut(name, shape, mesh, placements, order, decode)
         return place
+
+    def _cut(self, name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any], *rules: Any) -> _Place:
+        """Decode a placement on a mesh; `rules` are order and decode of `cuts_of`."""
+        number = self._number(mesh)
+        spec, coordinate = self.meshes[number], self.coordinates[number]
+        order, decode = rules
+        cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order, decode=decode)
+        local_shape = (0,) if coordinate is None else cut_block(shape, spec.shape, coordinate, cuts).shape
+        return _Place(Placement(number, cuts), local_shape)
 
     def _number(self, mesh: DeviceMesh) -> int:
         """Return the number of a mesh; equal meshes share one."""
