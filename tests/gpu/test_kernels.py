@@ -1,0 +1,319 @@
+"""Every kernel on the device against that on the CPU: random geometry, all widths, hostile input; and how often the host waits."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dte_dist.change.flat import BITS, FlatTensors
+from dte_dist.kernels import cpu, cpu_remap, torch_ops, torch_remap
+from dte_dist.plan.remap import build_remaps
+from tests.gpu.device import DEVICE, FLOATS, PAIRS, content, flats, module, only_gpu, random_bits, settle, tier, waits
+from tests.unit.geometry import pairs_of_spaces, whole_space
+
+pytestmark = tier
+widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
+seeds = pytest.mark.parametrize("seed", range(25))
+counters = pytest.mark.parametrize("counter", [torch.int32, torch.int64])
+some = settings(max_examples=60, deadline=None)
+NOT_KERNELS = {"warm", "bump", "best_low", "plan"}
+
+
+def test_the_device_has_every_kernel_of_the_cpu() -> None:
+    for ours, theirs in PAIRS.items():
+        mine = module(ours)
+        public = {name for name in mine.__all__ if inspect.isfunction(getattr(mine, name))} - NOT_KERNELS if mine else set()
+        assert not public - set(getattr(module(theirs), "__all__", ())), f"kernels of {ours} that {theirs} lacks"
+
+
+def ranges(total: int, seed: int) -> list[tuple[int, int]]:
+    borders = np.sort(np.random.default_rng(seed).integers(0, total + 1, (6, 2)), axis=1)
+    return [(0, total), (total, total), *map(tuple, borders.tolist())]
+
+
+def versions(flat: FlatTensors) -> list[int]:
+    return [tensor._version for tensor in flat.tensors]
+
+
+# Flat arrays -------------------------------------------------------------------------------------------------------------
+
+
+@widths
+@seeds
+def test_read_and_write(width: int, seed: int) -> None:
+    here, there = flats(seed, width)
+    for begin, end in ranges(len(here), seed):
+        expected, found = (random_bits(end - begin, width, 0, device) for device in ("cpu", DEVICE))
+        cpu.read(here, begin, expected)
+        torch_ops.read(there, begin, found)
+        assert torch.equal(found.cpu(), expected)
+    assert versions(there) == [0] * len(there.tensors)
+    for begin, end in ranges(len(here), seed + 1):
+        cpu.write(here, begin, random_bits(end - begin, width, begin))
+        torch_ops.write(there, begin, random_bits(end - begin, width, begin, DEVICE))
+        assert torch.equal(content(there.tensors, width), content(here.tensors, width))
+    assert [version > 0 for version in versions(there)] == [version > 0 for version in versions(here)]
+
+
+@widths
+@seeds
+def test_diff(width: int, seed: int) -> None:
+    here, there = flats(seed, width)
+    for density in (0.0, 0.01, 0.4, 1.0):
+        noise = torch.from_numpy((np.random.default_rng(seed).random(len(here)) < density).astype(np.int64)).to(BITS[width])
+        known = content(here.tensors, width) ^ noise
+        for begin, end in ranges(len(here), seed):
+            expected, found = [
+                (torch.zeros(end - begin, dtype=torch.int32, device=device), torch.zeros(end - begin, dtype=BITS[width], device=device))
+                for device in ("cpu", DEVICE)
+            ]
+            count = cpu.diff(here, begin, end, known[begin:end].clone(), *expected)
+            assert torch_ops.diff(there, begin, end, known.to(DEVICE)[begin:end], *found) == count
+            assert torch.equal(found[0][:count].cpu(), expected[0][:count])
+            assert torch.equal(found[1][:count].cpu(), expected[1][:count])
+
+
+def test_diff_looks_at_bits() -> None:
+    """NaNs that stay are no change; a zero that only changes its sign is one, and so is a NaN that changes its payload."""
+    live = torch.tensor([0x7FC0, 0x7F81, -1, -0x8000, 0x7FC1], dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+    known = torch.tensor([0x7FC0, 0x7F81, -1, 0, 0x7FC0], dtype=torch.int16, device=DEVICE)
+    positions, bits = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(5, dtype=torch.int16, device=DEVICE)
+    assert torch_ops.diff(FlatTensors([live], 2), 0, 5, known, positions, bits) == 2
+    assert positions[:2].tolist() == [3, 4]
+    assert bits[:2].tolist() == [-0x8000, 0x7FC1]
+
+
+@widths
+@seeds
+@counters
+def test_scatter(width: int, seed: int, counter: torch.dtype) -> None:
+    here, there = flats(seed, width)
+    rng = np.random.default_rng(seed)
+    for count in (0, 1, len(here) // 3, len(here)):
+        for order in (np.sort, np.array):
+            positions = torch.from_numpy(order(rng.permutation(len(here))[:count])).to(counter)
+            bits = random_bits(count, width, count + seed)
+            before = versions(here), versions(there)
+            cpu.scatter(here, positions, bits)
+            torch_ops.scatter(there, positions.to(DEVICE), bits.to(DEVICE))
+            assert torch.equal(content(there.tensors, width), content(here.tensors, width))
+            touched = [
+                [now != then for now, then in zip(versions(flat), known, strict=True)]
+                for flat, known in zip((here, there), before, strict=True)
+            ]
+            assert touched[0] == touched[1]
+
+
+@pytest.mark.parametrize("position", [-1, 8, 1 << 30])
+def test_scatter_outside_is_refused_before_anything_is_written(position: int) -> None:
+    array = torch.zeros(10, dtype=torch.int16, device=DEVICE)
+    flat = FlatTensors([array[:4], array[4:8]], 2)
+    positions = torch.tensor([3, position] if position > 3 else [position, 3], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(IndexError):
+        torch_ops.scatter(flat, positions, torch.ones(2, dtype=torch.int16, device=DEVICE))
+    assert not array.any()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_inference_tensors_and_parameters(inside: bool) -> None:
+    with torch.inference_mode():
+        held = [torch.zeros(5, device=DEVICE), torch.zeros(4, 3, device=DEVICE).t()]
+    weight = torch.nn.Parameter(torch.zeros(3, 1, device=DEVICE))
+    normal = weight, torch.zeros(1, 3, device=DEVICE).t()
+    loss = (weight * weight).sum()
+    with torch.inference_mode(inside):
+        flat = FlatTensors([held[0], *normal, held[1]], 4)
+        torch_ops.write(flat, 1, torch.arange(16, dtype=torch.int32, device=DEVICE))
+        positions = torch.tensor([0, 6, 10, 22], dtype=torch.int32, device=DEVICE)
+        torch_ops.scatter(flat, positions, torch.tensor([7, 8, 9, 10], dtype=torch.int32, device=DEVICE))
+        out = torch.zeros(23, dtype=torch.int32, device=DEVICE)
+        torch_ops.read(flat, 0, out)
+        assert out.tolist() == [7, *range(4), 4, 8, 6, 7, 8, 9, *range(10, 16), *[0] * 5, 10]
+    assert [tensor._version for tensor in normal] == [2, 2]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# Arrays of positions -----------------------------------------------------------------------------------------------------
+
+
+@widths
+@counters
+@pytest.mark.parametrize("count", [0, 1, 777])
+def test_put_and_gather(width: int, counter: torch.dtype, count: int) -> None:
+    array, bits = random_bits(5000, width, 1), random_bits(count, width, 2)
+    positions = torch.from_numpy(np.random.default_rng(3).permutation(4999)[:count]).to(counter)
+    there = array.to(DEVICE)
+    assert torch.equal(torch_ops.gather(there, positions.to(DEVICE)).cpu(), cpu.gather(array, positions))
+    torch_ops.put(there[1:], positions.to(DEVICE), bits.to(DEVICE))
+    cpu.put(array[1:], positions, bits)
+    assert torch.equal(there.cpu(), array)
+
+
+@counters
+def test_sorted_below(counter: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(-2, 40, rng.integers(0, 6)) for _ in range(150)] + [np.sort(rng.permutation(60)[:9]) for _ in range(50)]
+    answers = []
+    for values in drawn:
+        for length in (0, 1, 20, 40, 1 << 40):
+            positions = torch.from_numpy(values).to(counter)
+            answers.append(cpu.sorted_below(positions, length))
+            assert bool(torch_ops.sorted_below(positions.to(DEVICE), length)) == answers[-1]
+    assert 50 < sum(answers) < len(answers) - 50
+
+
+@pytest.mark.parametrize("length", [1, 65535, 65536, 65537, 200_000, 1 << 20])
+@pytest.mark.parametrize("density", [0.0, 0.0001, 0.01, 0.5, 1.0])
+def test_u16(length: int, density: float) -> None:
+    positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32))
+    stream = cpu.encode_u16(positions, length)
+    assert torch.equal(torch_ops.encode_u16(positions.to(DEVICE), length).cpu(), stream)
+    for seed in range(8):
+        hostile = stream.clone()
+        if seed and len(hostile):
+            rng = np.random.default_rng(seed)
+            near = min(len(hostile), 64) if seed % 2 else len(hostile)
+            hostile[torch.from_numpy(rng.integers(0, near, seed))] ^= int(rng.integers(1, 256))
+        decoded = torch.empty_like(positions), torch.empty_like(positions, device=DEVICE)
+        sound = cpu.decode_u16(hostile, len(positions), length, decoded[0])
+        assert bool(torch_ops.decode_u16(hostile.to(DEVICE), len(positions), length, decoded[1])) == sound
+        assert sound or seed
+        assert not sound or torch.equal(decoded[1].cpu(), decoded[0])
+
+
+@some
+@given(st.binary(max_size=64), st.integers(0, 20), st.integers(0, 300_000))
+def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
+    stream = torch.tensor(list(data), dtype=torch.uint8)
+    decoded = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    sound = cpu.decode_u16(stream, count, length, decoded[0])
+    assert bool(torch_ops.decode_u16(stream.to(DEVICE), count, length, decoded[1])) == sound
+    assert not sound or torch.equal(decoded[1].cpu(), decoded[0])
+    settle()
+
+
+@pytest.mark.parametrize("words", [0, 1, 2, 7, 100, 250_000])
+def test_checksum(words: int) -> None:
+    memory = random_bits(8 * words + 1, 1, words)
+    there = memory.to(DEVICE)
+    for at in (0, 1):
+        for skip in (-1, 0, words - 1):
+            frame = slice(at, at + 8 * words)
+            assert int(torch_ops.checksum(there[frame], skip)) == cpu.checksum(memory[frame].clone(), skip)
+
+
+# Translation -------------------------------------------------------------------------------------------------------------
+
+
+def target(space, width: int, device: torch.device | str, strided: bool) -> FlatTensors:
+    """Return tensors of a receiver, filled with noise; every other one transposed or sliced if `strided`."""
+    tensors = []
+    for index, piece in enumerate(space.pieces):
+        tensor = random_bits(piece.block.numel, width, index, device).view(piece.block.shape)
+        if strided and index % 2 == 0:
+            tensor = tensor.mT.contiguous().mT if tensor.dim() > 1 else torch.stack([tensor, tensor], -1)[..., 0]
+        tensors.append(tensor.view(FLOATS[width]))
+    return FlatTensors(tensors, width, space.starts)
+
+
+@some
+@given(st.data())
+def test_translate_place_and_fetch(data) -> None:
+    _, source, receiver = data.draw(pairs_of_spaces())
+    begin = data.draw(st.integers(0, source.numel))
+    kept = data.draw(st.lists(st.booleans(), min_size=source.numel - begin, max_size=source.numel - begin))
+    positions, strided = torch.from_numpy(np.flatnonzero(kept).astype(np.int32)), data.draw(st.booleans())
+    for width in BITS:
+        bits, dense = random_bits(len(positions), width, 5), random_bits(source.numel - begin, width, 6)
+        here, there = target(receiver, width, "cpu", strided), target(receiver, width, DEVICE, strided)
+        array, fetched = content(here.tensors, width), [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)]
+        for remap in build_remaps(source, receiver):
+            expected = cpu_remap.translate(remap, begin, positions, bits)
+            found = torch_remap.translate(remap, begin, positions.to(DEVICE), bits.to(DEVICE))
+            assert [part.cpu().tolist() for part in found] == [part.tolist() for part in expected]
+            cpu_remap.place(remap, begin, dense, here)
+            torch_remap.place(remap, begin, dense.to(DEVICE), there)
+            cpu_remap.fetch(remap, begin, fetched[0], array)
+            torch_remap.fetch(remap, begin, fetched[1], array.to(DEVICE))
+        assert torch.equal(content(there.tensors, width), content(here.tensors, width))
+        assert torch.equal(fetched[1].cpu(), fetched[0])
+
+
+def test_positions_far_beyond_32_bits() -> None:
+    """A slot of 2^34 elements costs no memory here: only its tables are looked at."""
+    from dte_dist.layout import Cut, cut_block
+    from dte_dist.plan.space import FlatSpace, Piece, Pieces
+
+    shape = (1 << 17, 1 << 17)
+    source = FlatSpace.of(2, Pieces.of([Piece(0, 0, cut_block(shape, (4,), (3,), [Cut(0, 0)]))]))
+    columns = FlatSpace.of(2, Pieces.of([Piece(0, 0, cut_block(shape, (3,), (1,), [Cut(1, 0)]))]))
+    positions = torch.arange(0, 1 << 20, 37, dtype=torch.int32)
+    for receiver in (whole_space(2, shape), columns):
+        (remap,) = build_remaps(source, receiver)
+        for first in (0, (1 << 31) - 1000, source.numel - (1 << 20)):
+            expected = cpu_remap.translate(remap, first, positions, positions)
+            found = torch_remap.translate(remap, first, positions.to(DEVICE), positions.to(DEVICE))
+            assert len(expected[0])
+            assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+# Waits -------------------------------------------------------------------------------------------------------------------
+
+
+def arrays(strided: bool) -> tuple[FlatTensors, Tensor, Tensor, Tensor]:
+    """Return a flat array of three tensors on the device, known bits, sorted positions and bits."""
+    tensors = [torch.zeros(300, 7, device=DEVICE), torch.zeros(100, device=DEVICE), torch.zeros(33, 31, device=DEVICE)]
+    flat = FlatTensors([tensor.t() for tensor in tensors] if strided else tensors, 4)
+    known = torch.ones(len(flat), dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(0, len(flat), 3, dtype=torch.int32, device=DEVICE)
+    return flat, known, positions, torch.ones(len(positions), dtype=torch.int32, device=DEVICE)
+
+
+@only_gpu
+def test_a_wait_is_noticed() -> None:
+    with waits() as found:
+        torch.zeros(3, device=DEVICE).sum().item()
+    assert len(found) == 1
+
+
+@only_gpu
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
+    flat, known, positions, bits = arrays(strided)
+    space = whole_space(4, *(tuple(tensor.shape) for tensor in flat.tensors))
+    (remap,) = build_remaps(space, space)
+    out, frame = torch.empty_like(known), torch.zeros(8000, dtype=torch.uint8, device=DEVICE)
+    stream = torch_ops.encode_u16(positions, len(flat))
+    torch_remap.translate(remap, 0, positions, bits)  # copies the tables to the device, once
+    backwards = positions.flip(0)
+    calls = {
+        "read": (0, lambda: torch_ops.read(flat, 1, out[1:])),
+        "write": (0, lambda: torch_ops.write(flat, 1, out[1:])),
+        "put": (0, lambda: torch_ops.put(out, positions, bits)),
+        "gather": (0, lambda: torch_ops.gather(out, positions)),
+        "encode_u16": (0, lambda: torch_ops.encode_u16(positions, len(flat))),
+        "decode_u16": (0, lambda: torch_ops.decode_u16(stream, len(positions), len(flat), torch.empty_like(positions))),
+        "sorted_below": (0, lambda: torch_ops.sorted_below(positions, len(flat))),
+        "checksum": (0, lambda: torch_ops.checksum(frame, 1)),
+        "diff": (1, lambda: torch_ops.diff(flat, 0, len(flat), known, torch.empty_like(out), out)),
+        "scatter": (1, lambda: torch_ops.scatter(flat, positions, bits)),
+        "scatter, not sorted": (2, lambda: torch_ops.scatter(flat, backwards, bits)),
+        "translate": (1, lambda: torch_remap.translate(remap, 0, positions, bits)),
+        "place": (2, lambda: torch_remap.place(remap, 0, known, flat)),
+        "fetch": (1, lambda: torch_remap.fetch(remap, 0, out, known)),
+    }
+    for _, call in calls.values():
+        call()
+    counted = {}
+    for name, (_, call) in calls.items():
+        with waits() as found:
+            call()
+        counted[name] = len(found)
+    assert counted == {name: allowed for name, (allowed, _) in calls.items()}
