@@ -10,7 +10,7 @@ where the frame is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,12 +21,13 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
 from dte_dist.codec import head as heads
+from dte_dist.codec.choose import FAST, Chooser, Pair
 from dte_dist.codec.head import AGAIN, CHECKSUM_WORD, ENTRY, HEAD, FrameHead
-from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict, choose_index
-from dte_dist.codec.value import RAW, VALUE_CODECS, ValueCodec, choose_value
+from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict
+from dte_dist.codec.value import MOST_RELATIVE, RAW, VALUE_CODECS, Terms, ValueCodec, Values
 from dte_dist.errors import FrameError
 
-__all__ = ["FrameWriter", "Segment", "dense_size", "prefers_dense", "read_frame"]
+__all__ = ["FrameWriter", "Segment", "dense_size", "read_frame", "read_own"]
 
 _MOST_ELEMENTS: Final = 1 << 28
 _START_BYTES: Final = 16 << 10
@@ -40,13 +41,15 @@ class Segment:
         first: position of the segment in the flat space.
         length: its number of elements.
         positions: int32, strictly increasing, counted from `first`; None if all elements are present.
-        bits: one bit pattern per position.
+        values: one per position, as an integer of the width: a bit pattern, or a distance.
+        relative: the values are distances from the bits that are there (see `kernels.cpu_codecs`).
     """
 
     first: int
     length: int
     positions: Tensor | None
-    bits: Tensor
+    values: Tensor
+    relative: bool = False
 
 
 def dense_size(lengths: Iterable[int], width: int) -> int:
@@ -59,22 +62,13 @@ def dense_size(lengths: Iterable[int], width: int) -> int:
     return HEAD.itemsize + sum(ENTRY.itemsize + _padded(length * width) for length in lengths)
 
 
-def prefers_dense(length: int, count: int, width: int) -> bool:
-    """Return whether all `length` elements of a segment take no more bytes than its `count` changes; never if there are none.
-
-    Example:
-        >>> prefers_dense(1 << 20, 1000, 2), prefers_dense(1 << 20, 600_000, 2)
-        (False, True)
-    """
-    return count > 0 and choose_index(count, length).size(count, length) + count * width >= length * width
-
-
 class FrameWriter:
     """Collects the changes of one chunk, segment by segment, and makes a frame of them.
 
     Args:
         head: what the frame says about itself.
-        device: where the frame is made, and where positions and bits come from.
+        device: where the frame is made, and where positions and values come from.
+        chooser: of the codecs.
 
     Attributes:
         codecs: segments so far by pair of codecs, such as "u16+raw".
@@ -85,41 +79,54 @@ class FrameWriter:
         >>> frame = writer.finish()
     """
 
-    __slots__ = ("_device", "_entries", "_head", "_padding", "_streams", "codecs")
+    __slots__ = ("_chooser", "_device", "_entries", "_head", "_padding", "_streams", "codecs")
 
-    def __init__(self, head: FrameHead, device: torch.device | str) -> None:
+    def __init__(self, head: FrameHead, device: torch.device | str, chooser: Chooser = FAST) -> None:
         self._head = head
+        self._chooser = chooser
         self._device = torch.device(device)
         self._entries: list[tuple[int, ...]] = []
         self._streams: list[Tensor] = []
         self._padding = torch.zeros(8, dtype=torch.uint8, device=self._device)
         self.codecs: Counter[str] = Counter()
 
-    def prefers_dense(self, length: int, count: int) -> bool:
-        """Return `prefers_dense` for elements of this writer's width."""
-        return prefers_dense(length, count, self._head.width)
-
-    def add(self, first: int, length: int, positions: Tensor, bits: Tensor, *, known: Tensor | None = None) -> None:
+    def add(
+        self, first: int, length: int, positions: Tensor, values: Tensor,
+        *, relative: bool = False, known: Callable[[], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Add the changes of elements [first, first + length); segments come in ascending order. No changes add nothing.
 
         Args:
             first: position of the segment in the source's flat space.
             length: elements of the segment, at most 2^28.
             positions: int32, strictly increasing in [0, length).
-            bits: one bit pattern of the head's width per position.
-            known: the bits that were there before, for codecs that use them.
+            values: one per position, of the head's width: bits, or distances if `relative`.
+            known: returns a new tensor of the bits that all elements had before; without it the segment is not sent whole.
 
         Raises:
             ValueError: the segment is not in the chunk, not behind the last one, or its arrays do not fit.
         """
         count = positions.numel()
-        if count:
-            self._check(first, length, bits)
-            if not count == bits.numel() <= length:
-                raise ValueError(f"{count} positions and {bits.numel()} bit patterns in a segment of {length} elements")
-            index, value = choose_index(count, length), choose_value(bits, known)
-            self.codecs[f"{index.name}+{value.name}"] += 1
-            self._append((first, length, count), (index.number, value.number), index.encode(positions, length), value.encode(bits, known))
+        if not count:
+            return
+        self._check(first, length, values)
+        if not count == values.numel() <= length:
+            raise ValueError(f"{count} positions and {values.numel()} values in a segment of {length} elements")
+        if relative and (self._head.seed or self._head.width > MOST_RELATIVE):
+            raise ValueError("a seed, and elements of 8 bytes, are not written as distances")
+        of_changes = Values(values, relative)
+        pair = self._chooser.pair(count, length, of_changes)
+        whole = self._chooser.whole(pair, count, length, of_changes) if known is not None else None
+        if known is None or whole is None:
+            self._write(first, length, pair, positions, of_changes)
+        else:
+            self._write(first, length, (DENSE, whole), positions, _spread(known, length, positions, of_changes, whole.relative))
+
+    def _write(self, first: int, length: int, pair: Pair, positions: Tensor, values: Values) -> None:
+        index, value = pair
+        index_stream, low = (None, 0) if index is DENSE else index.encode(positions, length)
+        value_stream, terms = value.encode(values)
+        self._append((first, length, values.count), pair, low, terms, index_stream, value_stream)
 
     def add_dense(self, first: int, bits: Tensor) -> None:
         """Add the bits of all elements [first, first + len(bits)); they must stay as they are until `finish`.
@@ -130,8 +137,8 @@ class FrameWriter:
         for low in range(0, bits.numel(), _MOST_ELEMENTS):
             part = bits[low : low + _MOST_ELEMENTS]
             self._check(first + low, part.numel(), part)
-            self.codecs[f"{DENSE.name}+{RAW.name}"] += 1
-            self._append((first + low, part.numel(), part.numel()), (DENSE.number, RAW.number), None, part.contiguous().view(torch.uint8))
+            where = first + low, part.numel(), part.numel()
+            self._append(where, (DENSE, RAW), 0, Terms(), None, part.contiguous().view(torch.uint8))
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """Return the frame: uint8, a multiple of 8 bytes; of no bytes at all if nothing was added.
@@ -158,14 +165,30 @@ class FrameWriter:
         if bits.dtype != BITS[self._head.width]:
             raise ValueError(f"a frame of width {self._head.width} takes {BITS[self._head.width]}, not {bits.dtype}")
 
-    def _append(self, where: tuple[int, int, int], codecs: tuple[int, int], *streams: Tensor | None) -> None:
+    def _append(self, where: tuple[int, int, int], pair: Pair, low: int, terms: Terms, *streams: Tensor | None) -> None:
+        self.codecs[f"{pair[0].name}+{pair[1].name}"] += 1
         sizes = [0 if stream is None else stream.numel() for stream in streams]
-        self._entries.append((*where, *sizes, *codecs, 0))
+        of_pair = pair[0].number, pair[1].number, low, terms.shift, terms.spread, 0, terms.far, terms.further
+        self._entries.append((*where, *sizes, *of_pair))
         for stream, size in zip(streams, sizes, strict=True):
             if stream is not None:
                 self._streams.append(stream)
             if size % 8:
                 self._streams.append(self._padding[: -size % 8])
+
+
+def _spread(known: Callable[[], Tensor], length: int, positions: Tensor, values: Values, relative: bool) -> Values:
+    """Return the bits of all elements of a segment, or the distances of all."""
+    if relative:
+        spread = torch.zeros(length, dtype=values.values.dtype, device=values.values.device)
+        kernels.on(spread.device).put(spread, positions, values.values)
+        return Values(spread, True)
+    bits = known()
+    if values.relative:
+        kernels.codecs_on(bits.device).put_add(bits, positions, values.values)
+    else:
+        kernels.on(bits.device).put(bits, positions, values.values)
+    return Values(bits, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +200,8 @@ class _Entry:
     count: int
     index: IndexCodec
     value: ValueCodec
+    low: int
+    terms: Terms
     index_at: slice
     value_at: slice
 
@@ -197,7 +222,7 @@ def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
 
     Example:
         >>> for segment in read_frame(frame, expect):
-        ...     stage(segment.first, segment.positions, segment.bits)
+        ...     stage(segment.first, segment.positions, segment.values)
     """
     heads.check_tensor(frame)
     if frame.data_ptr() % 8 or frame.storage_offset() % 8:
@@ -207,7 +232,31 @@ def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
     _check_sum(frame, row["checksum"])
     head = heads.head_of(row)
     heads.check_head(head, expect)
-    return _decode(frame, _read_table(frame, start, row["segments"], head), BITS[head.width])
+    entries = _read_table(frame, start, row["segments"], head)
+    segments: list[Segment] = []
+    verdicts: list[Verdict] = []
+    for entry in entries:
+        segment, *sound = _decode(frame, entry, BITS[head.width])
+        segments.append(segment)
+        verdicts += sound
+    answers = _answers(verdicts)  # once, after all streams have been read
+    if not all(answers):
+        entry = entries[answers.index(False) // 2]
+        raise _bad_segment(f"codecs {entry.index.name}, {entry.value.name} at element {entry.first}", "sound streams, positions in order")
+    return segments
+
+
+def read_own(frame: Tensor) -> Iterator[tuple[int, Segment]]:
+    """Read a frame that this process has just written: width and segment, one after the other, without proving anything.
+
+    Args:
+        frame: as `FrameWriter.finish` returned it.
+    """
+    start = frame[:_START_BYTES].cpu().numpy()
+    row = heads.unpack_head(start, frame.numel())
+    head = heads.head_of(row)
+    for entry in _read_table(frame, start, row["segments"], head):
+        yield head.width, _decode(frame, entry, BITS[head.width])[0]
 
 
 def _check_sum(frame: Tensor, claimed: int) -> None:
@@ -225,36 +274,31 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
         start = frame[:at].cpu().numpy()
     entries: list[_Entry] = []
     border, end = head.first, head.first + head.length
-    for first, length, count, index_bytes, value_bytes, index, value, zero in start[HEAD.itemsize : at].view(ENTRY).tolist():
+    for row in start[HEAD.itemsize : at].view(ENTRY).tolist():
+        first, length, count, index_bytes, value_bytes, index, value, low, shift, spread, zero, far, further = row
         if not (border <= first and first + length <= end and 1 <= count <= length <= _MOST_ELEMENTS):
             raise _bad_segment(f"{count} changes in [{first}, {first + length})", f"at least one, all in what is left, [{border}, {end})")
         if index not in INDEX_CODECS or value not in VALUE_CODECS or zero:
             raise _bad_segment(f"codecs {index}, {value}, {zero}", f"those of {sorted(INDEX_CODECS)}, {sorted(VALUE_CODECS)}, 0")
+        if VALUE_CODECS[value].relative and (head.seed or head.width > MOST_RELATIVE):
+            raise _bad_segment("distances", "bits, for a seed and for elements of 8 bytes")
         middle, stop = at + _padded(index_bytes), at + _padded(index_bytes) + _padded(value_bytes)
         if stop > frame.numel():
             raise _bad_segment(f"streams up to byte {stop}", f"a frame of {frame.numel()} bytes")
         spans = slice(at, at + index_bytes), slice(middle, middle + value_bytes)
-        entries.append(_Entry(first, length, count, INDEX_CODECS[index], VALUE_CODECS[value], *spans))
+        terms = Terms(shift, spread, far, further)
+        entries.append(_Entry(first, length, count, INDEX_CODECS[index], VALUE_CODECS[value], low, terms, *spans))
         border, at = first + length, stop
     if at != frame.numel():
         raise _bad_segment(f"streams up to byte {at}", f"a frame of {frame.numel()} bytes")
     return entries
 
 
-def _decode(frame: Tensor, entries: list[_Entry], dtype: torch.dtype) -> list[Segment]:
-    """Read all streams, then ask once whether they were sound."""
-    segments: list[Segment] = []
-    verdicts: list[Verdict] = []
-    for entry in entries:
-        positions, ordered = entry.index.decode(frame[entry.index_at], entry.count, entry.length)
-        bits, sound = entry.value.decode(frame[entry.value_at], entry.count, dtype, None)
-        segments.append(Segment(entry.first, entry.length, positions, bits))
-        verdicts += [ordered, sound]
-    answers = _answers(verdicts)
-    if not all(answers):
-        entry = entries[answers.index(False) // 2]
-        raise _bad_segment(f"codecs {entry.index.name}, {entry.value.name} at element {entry.first}", "sound streams, positions in order")
-    return segments
+def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype) -> tuple[Segment, Verdict, Verdict]:
+    """Read the streams of a segment; return it, and whether each was sound."""
+    positions, ordered = entry.index.decode(frame[entry.index_at], entry.count, entry.length, entry.low)
+    values, sound = entry.value.decode(frame[entry.value_at], entry.count, dtype, entry.terms)
+    return Segment(entry.first, entry.length, positions, values, entry.value.relative), ordered, sound
 
 
 def _answers(verdicts: list[Verdict]) -> list[bool]:

@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAGIC: Final = b"DTEF"
-FORMAT: Final = 1
+FORMAT: Final = 2
 CHECKSUM_WORD: Final = 1
 _SEED: Final = 1
 
@@ -33,9 +33,10 @@ HEAD: Final = np.dtype([
 
 ENTRY: Final = np.dtype([
     ("first", "<u8"), ("length", "<u4"), ("count", "<u4"), ("index_bytes", "<u4"), ("value_bytes", "<u4"),
-    ("index", "<u2"), ("value", "<u2"), ("zero", "<u4"),
+    ("index", "u1"), ("value", "u1"), ("low", "u1"), ("shift", "u1"), ("spread", "<u2"), ("zero", "<u2"),
+    ("far", "<u4"), ("further", "<u4"),
 ])  # fmt: skip
-"""32 bytes; `index` and `value` are the numbers of the codecs."""
+"""40 bytes; `index` and `value` are the numbers of the codecs, what follows is what they need to know to read their streams."""
 
 AGAIN: Final = "nothing of it was applied; sync again, the next delta contains this one"
 

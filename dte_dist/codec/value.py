@@ -1,71 +1,183 @@
 """Value codecs: the new bits of a segment's changes as a stream of bytes.
 
-A codec is an entry of `VALUE_CODECS`, under the number that names it on the wire. `known` are the bits that were there
-before, for codecs that write distances; it is None where nobody knows them (a seed).
+A codec is an entry of `VALUE_CODECS`, under the number that names it on the wire. Those that are relative write how far the bits
+moved, in their order and modulo 2^bits (docs/protocol.md, "Distances"): a reader that holds what the writer knows adds the
+distances to it. They exist for elements of 1, 2 and 4 bytes.
 
-| number | name | stream |
-|---|---|---|
-| 0 | `raw` | the bits as they are |
+| number | name | relative | stream |
+|---|---|---|---|
+| 0 | `raw` | no | the bits as they are |
+| 1 | `ulp` | yes | the distances as they are |
+| 2 | `ulp8` | yes | an int8 each; those that do not fit follow |
+| 3 | `planes` | yes | a bit for the sign, some low bits, a bit whether there is more; the rest only where it is not zero |
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from dte_dist import kernels
+from dte_dist.codec.head import AGAIN
 from dte_dist.codec.index import Verdict, check_size
+from dte_dist.errors import FrameError
+from dte_dist.kernels.planes import CLASSES, MOST_LOW, Classes, Planes, ef_size, low_size, padded, words
 
-__all__ = ["RAW", "VALUE_CODECS", "ValueCodec", "choose_value"]
+__all__ = ["MOST_RELATIVE", "PLANES", "RAW", "ULP", "ULP8", "VALUE_CODECS", "Terms", "ValueCodec", "Values"]
+
+MOST_RELATIVE: Final = 4
+"""Bytes of the widest elements that have distances."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the table says of a stream of values, beside its size; all 0 but for `planes` (see `kernels.planes.Planes`).
+
+    Attributes:
+        shift: low bits that are written as they are.
+        spread: 1 more than the low bits of the positions of the far ones; 0 if these are a plane.
+        far, further: how many.
+    """
+
+    shift: int = 0
+    spread: int = 0
+    far: int = 0
+    further: int = 0
+
+
+class Values:
+    """The values of one segment, bits or distances, and what they would cost; worked out when it is first asked for.
+
+    Args:
+        values: one for each position.
+        relative: these are distances.
+    """
+
+    def __init__(self, values: Tensor, relative: bool) -> None:
+        self.values, self.relative = values, relative
+        self.count, self.width = len(values), values.element_size()
+
+    @cached_property
+    def classes(self) -> Classes:
+        """How many distances there are of each size."""
+        measured: Classes = kernels.codecs_on(self.values.device).measure(self.values)
+        return measured
+
+    @cached_property
+    def planes(self) -> Planes:
+        """How they are best written as planes."""
+        return self.planes_with(0)
+
+    def planes_with(self, zeros: int) -> Planes:
+        """Return how they are best written as planes together with `zeros` distances of 0."""
+        chosen: Planes = kernels.codecs_on("cpu").plan(self.classes, self.width, zeros)
+        return chosen
 
 
 class ValueCodec(Protocol):
-    """One way to write bits.
+    """One way to write values.
 
     Attributes:
         number: what stands for it on the wire.
         name: what stands for it in reports.
+        relative: it writes distances, not bits.
     """
 
     number: int
     name: str
+    relative: bool
 
-    def size(self, bits: Tensor, known: Tensor | None) -> int | None:
-        """Return the bytes of the stream, or None if the codec cannot write these bits."""
+    def size(self, values: Values, zeros: int = 0) -> int:
+        """Return the bytes of the stream; of that of the values and some distances of 0, if there are any."""
 
-    def encode(self, bits: Tensor, known: Tensor | None) -> Tensor:
-        """Write bits as new uint8."""
+    def encode(self, values: Values) -> tuple[Tensor, Terms]:
+        """Write values as new uint8; they cannot be written again."""
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, known: Tensor | None) -> tuple[Tensor, Verdict]:
-        """Read any bytes as `count` bit patterns and say whether they are sound; the bits may share the memory of the stream.
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
+        """Read any bytes as `count` values and say whether they are sound; the values may share the memory of the stream.
 
         Raises:
-            FrameError: the stream does not have the right size.
+            FrameError: the stream does not have the right size, or the terms are not those of this codec.
         """
 
 
-class Raw:
-    """The bits as they are."""
+class Whole:
+    """Values as they are."""
 
-    number, name = 0, "raw"
+    def __init__(self, number: int, name: str, relative: bool) -> None:
+        self.number, self.name, self.relative = number, name, relative
 
-    def size(self, bits: Tensor, known: Tensor | None) -> int | None:
-        return bits.numel() * bits.element_size()
+    def size(self, values: Values, zeros: int = 0) -> int:
+        return (values.count + zeros) * values.width
 
-    def encode(self, bits: Tensor, known: Tensor | None) -> Tensor:
-        return bits.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    def encode(self, values: Values) -> tuple[Tensor, Terms]:
+        return values.values.clone(memory_format=torch.contiguous_format).view(torch.uint8), Terms()
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, known: Tensor | None) -> tuple[Tensor, Verdict]:
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
         check_size(self.name, stream, count * dtype.itemsize)
+        _check_terms(self.name, terms, terms == Terms())
         return stream.view(dtype), True
 
 
-RAW: Final = Raw()
-VALUE_CODECS: Final[dict[int, ValueCodec]] = {codec.number: codec for codec in (RAW,)}
+class Ulp8:
+    """A byte for each distance, which nearly all distances of training fit."""
+
+    number, name, relative = 2, "ulp8", True
+
+    def size(self, values: Values, zeros: int = 0) -> int:
+        return padded(values.count + zeros) + values.width * int(values.classes.numbers[CLASSES])
+
+    def encode(self, values: Values) -> tuple[Tensor, Terms]:
+        return kernels.codecs_on(values.values.device).encode_ulp8(values.classes, values.width), Terms()
+
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
+        _check_terms(self.name, terms, terms == Terms())
+        escapes = _escapes(self.name, stream, padded(count), dtype.itemsize, count)
+        return kernels.codecs_on(stream.device).decode_ulp8(stream, count, dtype, escapes)
 
 
-def choose_value(bits: Tensor, known: Tensor | None) -> ValueCodec:
-    """Return the codec that writes these bits smallest."""
-    sizes = {codec.size(bits, known): codec for codec in VALUE_CODECS.values()}
-    return sizes[min(size for size in sizes if size is not None)]
+class BitPlanes:
+    """Two to four bits for each distance of training; for distances of any scale, as many low bits as pay."""
+
+    number, name, relative = 3, "planes", True
+
+    def size(self, values: Values, zeros: int = 0) -> int:
+        return values.planes_with(zeros).size if zeros else values.planes.size
+
+    def encode(self, values: Values) -> tuple[Tensor, Terms]:
+        plan = values.planes
+        stream = kernels.codecs_on(values.values.device).encode_planes(values.classes, values.width, plan)
+        return stream, Terms(plan.shift, plan.spread + 1, plan.far, plan.further)
+
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
+        spread, width = terms.spread - 1, dtype.itemsize
+        fits = terms.shift < 8 * width and spread <= MOST_LOW and terms.further <= terms.far <= count
+        _check_terms(self.name, terms, fits)
+        places = words(count) if spread < 0 else ef_size(terms.far, count, spread)
+        size = words(count) + low_size(count, terms.shift) + places + words(terms.far) + padded(terms.further)
+        escapes = _escapes(self.name, stream, size, width, terms.further)
+        plan = Planes(terms.shift, spread, terms.far, terms.further, escapes, len(stream))
+        return kernels.codecs_on(stream.device).decode_planes(stream, count, dtype, plan)
+
+
+RAW, ULP, ULP8, PLANES = Whole(0, "raw", False), Whole(1, "ulp", True), Ulp8(), BitPlanes()
+_CODECS: Final[tuple[ValueCodec, ...]] = (RAW, ULP, ULP8, PLANES)
+VALUE_CODECS: Final[dict[int, ValueCodec]] = {codec.number: codec for codec in _CODECS}
+
+
+def _escapes(name: str, stream: Tensor, before: int, width: int, most: int) -> int:
+    """Return how many values of `width` bytes follow `before` bytes of a stream."""
+    escapes, odd = divmod(len(stream) - before, width)
+    if odd or not 0 <= escapes <= most:
+        expected = f"{before} to {before + most * width} bytes, in steps of {width}"
+        raise FrameError(f"a stream of codec {name} has the wrong size", expected=expected, got=f"{len(stream)} bytes", fix=AGAIN)
+    return escapes
+
+
+def _check_terms(name: str, terms: Terms, fits: bool) -> None:
+    if not fits:
+        raise FrameError(f"a stream of codec {name} cannot have these terms", expected="those of its codec", got=terms, fix=AGAIN)

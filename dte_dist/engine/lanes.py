@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,15 +24,15 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.snapshot import Snapshot
-from dte_dist.codec import FrameWriter, read_frame, read_head
+from dte_dist.codec import FAST, Chooser, FrameWriter, Segment, read_own
 from dte_dist.engine.chain import Step
 from dte_dist.plan.remap import Remap
 from dte_dist.plan.schedule import Chunk
 
 __all__ = ["Change", "Lanes", "Outbox", "PairLane", "PairLanes", "RelayLanes", "step_of_lane"]
 
-Change = tuple[int, int, Tensor | None, Tensor]
-"""(width, first, positions, bits) in the source's own space; positions None means all elements from `first` on."""
+Change = tuple[int, Segment]
+"""Width, and what changed in a segment of the source's own space."""
 
 _LANE = 0x9E3779B97F4A7C15
 
@@ -52,14 +53,13 @@ class Outbox(ABC):
         self.codecs: Counter[str] = Counter()
 
     @abstractmethod
-    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor], whole: Tensor | None) -> None:
+    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
         """Add the changes of one segment of a chunk of the source's own space.
 
         Args:
             chunk: the chunk that the segment is in.
             first, length: the segment.
             found: positions counted from `first`, and bits; they are copied.
-            whole: the live bits of all its elements, if they are to be sent whole.
         """
 
     @abstractmethod
@@ -81,8 +81,8 @@ class Lanes(ABC):
     chunks: Sequence[tuple[int, Chunk]]
 
     @abstractmethod
-    def outbox(self, step: Step, known: Snapshot) -> Outbox:
-        """Return an empty outbox for a delta that makes `step`, on top of what is known."""
+    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
+        """Return an empty outbox for a delta that makes `step`, on top of what is known; `chooser` chooses its codecs."""
 
     @abstractmethod
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
@@ -101,8 +101,8 @@ class RelayLanes(Lanes):
         self._source, self._count = source, len(chunks)
         self.chunks = [(0, chunk) for chunk in chunks]
 
-    def outbox(self, step: Step, known: Snapshot) -> Outbox:
-        return _RelayOutbox(self._source, [chunk for _, chunk in self.chunks], step, known.device)
+    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
+        return _RelayOutbox(self._source, [chunk for _, chunk in self.chunks], step, known, chooser)
 
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
         writer = FrameWriter(step.head(self._source, self._count, chunk), known.device)
@@ -112,26 +112,24 @@ class RelayLanes(Lanes):
 
 
 class _RelayOutbox(Outbox):
-    def __init__(self, source: int, chunks: Sequence[Chunk], step: Step, device: torch.device) -> None:
+    def __init__(self, source: int, chunks: Sequence[Chunk], step: Step, known: Snapshot, chooser: Chooser) -> None:
         super().__init__()
         self._heads = [step.head(source, len(chunks), chunk) for chunk in chunks]
-        self._device = device
+        self._known, self._chooser = known, chooser
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
-    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor], whole: Tensor | None) -> None:
-        writer = self._writer_of(chunk.number)
-        if whole is not None:
-            writer.add_dense(first, whole)
-        else:
-            writer.add(first, length, *found)
+    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
+        writer, known = self._writer_of(chunk.number), self._known.bits[chunk.width][first : first + length]
+        values, relative = _values(known, found, self._chooser)
+        writer.add(first, length, found[0], values, relative=relative, known=known.clone)
 
     def _writer_of(self, number: int) -> FrameWriter:
         """Return the writer of a chunk; the frames before it are finished, so that one is in the making at a time."""
         if len(self._frames) < number:
             self._finish(number)
         if self._writer is None:
-            self._writer = FrameWriter(self._heads[number], self._device)
+            self._writer = FrameWriter(self._heads[number], self._known.device, self._chooser)
         return self._writer
 
     def _finish(self, until: int) -> None:
@@ -147,8 +145,14 @@ class _RelayOutbox(Outbox):
     def changes(self) -> Iterator[Change]:
         for frame in self._frames:
             if len(frame):
-                head = read_head(frame)
-                yield from ((head.width, segment.first, segment.positions, segment.bits) for segment in read_frame(frame, head))
+                yield from read_own(frame)
+
+
+def _values(known: Tensor, found: tuple[Tensor, Tensor], chooser: Chooser) -> tuple[Tensor, bool]:
+    """Return the bits found, or, if the chooser wants them, their distances from the known bits of the segment; and which it is."""
+    positions, bits = found
+    relative = chooser.relative(bits.element_size())
+    return kernels.codecs_on(known.device).distances(known, positions, bits) if relative else bits, relative
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,8 +189,8 @@ class PairLanes(Lanes):
         self._source, self._lanes = source, lanes
         self.chunks = [(number, chunk) for number, lane in sorted(lanes.items()) for chunk in lane.chunks]
 
-    def outbox(self, step: Step, known: Snapshot) -> Outbox:
-        return _PairOutbox(self._source, self._lanes, step, known)
+    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
+        return _PairOutbox(self._source, self._lanes, step, known, chooser)
 
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
         lane_ = self._lanes[lane]
@@ -201,37 +205,38 @@ class _Found:
     """Changes translated into one lane, of one width."""
 
     positions: list[Tensor] = field(default_factory=list)
-    bits: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
 
     def sorted(self) -> tuple[Tensor, Tensor]:
-        """Return all positions, ascending, and their bits."""
-        positions, bits = torch.cat(self.positions), torch.cat(self.bits)
+        """Return all positions, ascending, and their values."""
+        positions, values = torch.cat(self.positions), torch.cat(self.values)
         if not bool((positions[1:] > positions[:-1]).all()):  # where a source holds parts of a slot out of order
             positions, order = positions.sort()
-            bits = bits[order]
-        return positions, bits
+            values = values[order]
+        return positions, values
 
 
 class _PairOutbox(Outbox):
-    def __init__(self, source: int, lanes: Mapping[int, PairLane], step: Step, known: Snapshot) -> None:
+    def __init__(self, source: int, lanes: Mapping[int, PairLane], step: Step, known: Snapshot, chooser: Chooser) -> None:
         super().__init__()
-        self._source, self._lanes, self._step, self._known = source, lanes, step, known
+        self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, chooser
         self._found: dict[tuple[int, int], _Found] = {}
         self._changes: list[Change] = []
 
-    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor], whole: Tensor | None) -> None:
+    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
         positions, bits = found
         if not len(positions):
             return
-        self._changes.append((chunk.width, first, positions.clone(), bits.clone()) if whole is None else (chunk.width, first, None, whole))
+        self._changes.append((chunk.width, Segment(first, length, positions.clone(), bits.clone())))
+        values, _ = _values(self._known.bits[chunk.width][first : first + length], found, self._chooser)
         translate = kernels.remaps_on(positions.device).translate
         for number, lane in self._lanes.items():
             for remap in lane.into.get(chunk.width, ()):
                 if remap.meets(first, first + length):
                     into = self._found.setdefault((number, chunk.width), _Found())
-                    held = translate(remap, first, positions, bits)
+                    held = translate(remap, first, positions, values)
                     into.positions.append(held[0])
-                    into.bits.append(held[1])
+                    into.values.append(held[1])
 
     def close(self) -> list[Tensor]:
         frames: list[Tensor] = []
@@ -249,29 +254,22 @@ class _PairOutbox(Outbox):
         if found is None:
             yield from (torch.empty(0, dtype=torch.uint8, device=device) for _ in chunks)
             return
-        positions, bits = found.sorted()
+        positions, values = found.sorted()
         segments = [segment for chunk in chunks for segment in chunk.segments()]
         starts = torch.tensor([first for first, _ in segments] + [sum(segments[-1])], dtype=torch.int64, device=device)
         cuts = iter(np.diff(borders := torch.searchsorted(positions, starts).tolist()).tolist())
         at = borders[0]
         for chunk in chunks:
-            writer = FrameWriter(step.head(self._source, len(lane.chunks), chunk), device)
+            writer = FrameWriter(step.head(self._source, len(lane.chunks), chunk), device, self._chooser)
+            relative = self._chooser.relative(chunk.width)
             for first, length in chunk.segments():
                 count = next(cuts)
                 here = (positions[at : at + count] - first).to(torch.int32)
-                self._add(writer, lane, (chunk.width, first, length), here, bits[at : at + count])
+                known = partial(lane.fetch, chunk.width, first, length, self._known)
+                writer.add(first, length, here, values[at : at + count], relative=relative, known=known)
                 at += count
             yield writer.finish()
             self.codecs.update(writer.codecs)
-
-    def _add(self, writer: FrameWriter, lane: PairLane, segment: tuple[int, int, int], positions: Tensor, bits: Tensor) -> None:
-        width, first, length = segment
-        if writer.prefers_dense(length, len(positions)):
-            whole = lane.fetch(width, first, length, self._known)
-            kernels.on(whole.device).put(whole, positions, bits)
-            writer.add_dense(first, whole)
-        else:
-            writer.add(first, length, positions, bits)
 
     def changes(self) -> Iterator[Change]:
         yield from self._changes

@@ -99,7 +99,7 @@ class ReceiverState:
             raise FrameError("a seed is not the whole chunk", expected=f"{expected.length} elements", fix="sync again")
         self.chain.version = NONE
         for segment in segments:
-            target.place(expected.source, segment.first, segment.bits)
+            target.place(expected.source, segment.first, segment.values)
 
     def apply(self) -> None:
         """Write what is staged into the live tensors; without a version from here to `commit`, and dirty if it fails."""

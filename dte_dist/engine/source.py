@@ -14,10 +14,11 @@ from functools import partial
 
 from torch import Tensor
 
+from dte_dist import kernels
 from dte_dist.change.flat import FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
-from dte_dist.codec import dense_size, prefers_dense
+from dte_dist.codec import FAST, Chooser, Segment, dense_size
 from dte_dist.engine.chain import NONE, Chain, Step
 from dte_dist.engine.lanes import Lanes, Outbox, RelayLanes
 from dte_dist.layout import Layout, LocalTensors
@@ -63,7 +64,10 @@ class SourceState:
         self._outbox: Outbox | None = None
         self._frames: list[Tensor] = []
 
-    def prepare(self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None) -> None:
+    def prepare(
+        self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None,
+        *, chooser: Chooser = FAST,
+    ) -> None:  # fmt: skip
         """Look at the live tensors, once, for a delta to `version` or a full sync.
 
         Args:
@@ -72,6 +76,7 @@ class SourceState:
             phases: where the time goes.
             detector: see `change.snapshot`.
             lanes: of the route that frames will take; None is the broadcast route.
+            chooser: of the codecs of a delta.
         """
         self.rollback()
         with phases("detect"):
@@ -87,7 +92,7 @@ class SourceState:
             self._take_over(live, self.snapshot, phases)
         else:
             step = Step(self._schema, self.chain.stream, self.chain.version, version)
-            self._outbox = self._lanes.outbox(step, self.snapshot)
+            self._outbox = self._lanes.outbox(step, self.snapshot, chooser)
             self._find(live, self.snapshot, self._outbox, phases, detector)
             with phases("encode"):
                 self._frames = self._outbox.close()
@@ -108,11 +113,9 @@ class SourceState:
             for first, length in chunk.segments():
                 with phases("detect"):
                     found = known.changes(live[width], width, first, length, detector)
-                count = len(found[0])
-                self.changed += count
+                self.changed += len(found[0])
                 with phases("encode"):
-                    whole = known.whole(live[width], width, first, length) if prefers_dense(length, count, width) else None
-                    outbox.add(chunk, first, length, found, whole)
+                    outbox.add(chunk, first, length, found)
 
     def frames(self) -> list[Tensor]:
         """Return the encoded delta, in the order of the route's lanes and their chunks; empty where nothing changed."""
@@ -135,8 +138,8 @@ class SourceState:
     def detach(self) -> None:
         """Take over the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
         self.chain.version = NONE
-        for width, first, positions, bits in self._outbox.changes() if self._outbox is not None else ():
-            self._known().write(width, first, positions, bits)
+        for width, segment in self._outbox.changes() if self._outbox is not None else ():
+            _write(self._known(), width, segment)
         self._drop()
 
     def commit(self, version: int, stream: int, *, full: bool) -> None:
@@ -166,6 +169,18 @@ class SourceState:
             width: LiveSpace(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width])
             for width, space in self.spaces.items()
         }
+
+
+def _write(known: Snapshot, width: int, segment: Segment) -> None:
+    """Take a segment of a delta over into the snapshot."""
+    if not segment.relative:
+        known.write(width, segment.first, segment.positions, segment.values)
+        return
+    codecs, bits = kernels.codecs_on(known.device), known.bits[width][segment.first : segment.first + segment.length]
+    if segment.positions is None:
+        bits.copy_(codecs.add(bits, segment.values))
+    else:
+        codecs.put_add(bits, segment.positions, segment.values)
 
 
 def seed_size(chunk: Chunk) -> int:

@@ -39,7 +39,7 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `put_add(array, positions, distances)` | move the bits at positions of one contiguous array |
 | `scatter_add(flat, positions, distances)` | the same in a flat space; int64 positions in any order, each at most once |
 | `moved(flat, positions, distances) -> bits` | what `scatter_add` would write |
-| `resolve(remap, first, distances, flat) -> bits` | the same for dense distances of a source's positions from `first` on |
+| `collect(remap, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
 | `add(bits, distances)`, `subtract(bits, known)` | element by element |
 
 `flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width. Bits are uint8, int16,

@@ -20,8 +20,8 @@ from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size,
 from dte_dist.kernels.torch_codecs import add, subtract
 
 __all__ = [
-    "add", "best_low", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef",
-    "encode_planes", "encode_ulp8", "measure", "moved", "plan", "put_add", "resolve", "scatter_add", "subtract", "warm",
+    "add", "best_low", "collect", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef",
+    "encode_planes", "encode_ulp8", "measure", "moved", "plan", "put_add", "scatter_add", "subtract", "warm",
 ]  # fmt: skip
 
 _TOPS: Final = {dtype: np.uint64(8 * dtype.itemsize - 1) for dtype in SAMPLES}
@@ -140,13 +140,12 @@ def _within(flat: Flat, index: int, positions: Tensor) -> Tensor:
     return ((positions >= int(flat.starts[index])) & (positions < int(flat.starts[index + 1]))).nonzero().view(-1)
 
 
-def resolve(remap: Tables, first: int, distances: Tensor, flat: Flat) -> Tensor:
-    """Turn dense distances of a source's positions from `first` on into bits; of any value where `flat` does not hold the position."""
+def collect(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+    """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on: the reverse of `place`."""
     if flat.strided:
-        return torch_codecs.resolve(remap, first, distances, flat)
-    bits = torch.zeros_like(distances)
-    _copy(remap, first, bits, (flat.starts, flat.addresses, np.zeros(len(flat.tensors), np.bool_)), False)
-    return add(bits, distances)
+        torch_codecs.collect(remap, first, bits, flat)
+    else:
+        _copy(remap, first, bits, (flat.starts, flat.addresses, np.zeros(len(flat.tensors), np.bool_)), False)
 
 
 def encode_bitmap(positions: Tensor, length: int) -> Tensor:

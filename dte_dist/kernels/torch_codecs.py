@@ -2,7 +2,7 @@
 
 They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places of the bits that are
 set are found by their ranks, and whether a stream was sound stays on the device. Of the others, `measure` waits once, and so do
-`scatter_add`, `moved` and `resolve` to learn which tensors they meet.
+`scatter_add`, `moved` and `collect` to learn which tensors they meet.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dte_dist.kernels import Flat, Tables, torch_ops, torch_remap
 from dte_dist.kernels.planes import CLASSES, FURTHEST, Classes, Planes, ef_size, words
 
 __all__ = [
-    "add", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef", "encode_planes",
-    "encode_ulp8", "measure", "moved", "put_add", "resolve", "scatter_add", "subtract",
+    "add", "collect", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef",
+    "encode_planes", "encode_ulp8", "measure", "moved", "put_add", "scatter_add", "subtract",
 ]  # fmt: skip
 
 _GATHER: Final = 0x0102040810204080
@@ -77,13 +77,11 @@ def take(view: Tensor, positions: Tensor) -> Tensor:
     return view.view(-1)[positions] if view.is_contiguous() else view[torch_ops._coordinates(positions, view.shape)]
 
 
-def resolve(remap: Tables, first: int, distances: Tensor, flat: Flat) -> Tensor:
-    """Turn dense distances of a source's positions from `first` on into bits; of any value where `flat` does not hold the position."""
-    here = torch.arange(len(distances), dtype=torch.int64, device=distances.device)
-    there, which = torch_remap.translate(remap, first, here.to(torch.int32), here)
-    bits = distances.clone()
-    bits[which] = moved(flat, there, distances[which])
-    return bits
+def collect(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+    """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on."""
+    here = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
+    there, which = torch_remap.translate(remap, first, here, here)
+    bits[which.to(torch.int64)] = moved(flat, there, torch.zeros(len(there), dtype=bits.dtype, device=bits.device))
 
 
 def encode_bitmap(positions: Tensor, length: int) -> Tensor:

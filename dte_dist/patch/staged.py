@@ -1,14 +1,20 @@
 """Changes that have arrived and been checked, waiting for the vote; and the tensors they will be written to.
 
 Staging costs memory in proportion to the changes, never to the model. Nothing live is touched before `apply`, which
-writes bits in place: addresses stay, version counters of autograd move.
+writes in place: addresses stay, version counters of autograd move.
+
+Changes that came as distances are staged as distances, and added to the live bits when they are written: what is written then
+lies in the cache because it was read, while reading it now would cost as much again. Two kinds are turned into bits at once:
+whole segments, where reading is cheap; and all, if two tensors of the receiver are the same memory, which would move twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from dte_dist import kernels
@@ -19,17 +25,23 @@ from dte_dist.plan.remap import Remap
 __all__ = ["StagedPatch", "Target"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Target:
     """A receiver's flat space of one width as it lies in memory now.
 
     Attributes:
         flat: its local tensors.
         remaps: by source, the tables from that source's space to this one.
+        is_aliased: whether two of its tensors are the same memory: a tied name with several regions.
     """
 
     flat: FlatTensors
     remaps: Mapping[int, Sequence[Remap]]
+
+    @cached_property
+    def is_aliased(self) -> bool:
+        addresses = [tensor.data_ptr() for tensor in self.flat.tensors if tensor.numel()]
+        return len(set(addresses)) < len(addresses)
 
     def place(self, source: int, first: int, bits: Tensor) -> None:
         """Write dense bits of positions from `first` on of a source's space."""
@@ -40,12 +52,43 @@ class Target:
         """Return whether something of positions [first, first + length) of a source's space may be held here."""
         return any(remap.meets(first, first + length) for remap in self.remaps.get(source, ()))
 
-    def translate(self, source: int, first: int, positions: Tensor, bits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield positions of this space and bits, once for every table of the source that has some."""
+    def resolve(self, source: int, first: int, distances: Tensor) -> Tensor:
+        """Turn dense distances of positions from `first` on of a source's space into bits; what is not held here is of any value."""
+        codecs, distances = kernels.codecs_on(self.flat.device), distances.to(self.flat.device)
+        bits = torch.zeros_like(distances)
         for remap in self.remaps.get(source, ()):
-            held = kernels.remaps_on(positions.device).translate(remap, first, positions, bits)
+            codecs.collect(remap, first, bits, self.flat)
+        return codecs.add(bits, distances)
+
+    def translate(self, source: int, first: int, positions: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield positions of this space and values, once for every table of the source that has some."""
+        for remap in self.remaps.get(source, ()):
+            held = kernels.remaps_on(positions.device).translate(remap, first, positions, values)
             if len(held[0]):
                 yield held
+
+    def write(self, changes: Changes) -> None:
+        """Write changes into the tensors."""
+        device = self.flat.device
+        scatter = kernels.codecs_on(device).scatter_add if changes.relative else kernels.on(device).scatter
+        scatter(self.flat, changes.positions.to(device), changes.values.to(device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """Changes of a receiver's flat space.
+
+    Attributes:
+        width: bytes of an element.
+        positions: int64.
+        values: one per position: bits, or distances if `relative`.
+        relative: whether these are distances.
+    """
+
+    width: int
+    positions: Tensor
+    values: Tensor
+    relative: bool
 
 
 @dataclass(slots=True)
@@ -53,28 +96,30 @@ class StagedPatch:
     """Checked changes of one sync, in positions of the receiver.
 
     Attributes:
-        sparse: (width, int64 positions, bits).
+        sparse: changes of single elements.
         dense: (width, source, first position in the source's space, bits).
     """
 
-    sparse: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    sparse: list[Changes] = field(default_factory=list)
     dense: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
 
     def add(self, target: Target, source: int, segment: Segment) -> None:
         """Stage one segment of a source's space. Its tensors may be views: they are copied."""
         if not target.holds(source, segment.first, segment.length):
             return
-        width = target.flat.width
+        width, values = target.flat.width, segment.values
         if segment.positions is None:
-            self.dense.append((width, source, segment.first, segment.bits.clone()))
-        else:
-            self.sparse.extend((width, *held) for held in target.translate(source, segment.first, segment.positions, segment.bits))
+            values = target.resolve(source, segment.first, values) if segment.relative else values.clone()
+            self.dense.append((width, source, segment.first, values))
+            return
+        for positions, held in target.translate(source, segment.first, segment.positions, values):
+            changes = Changes(width, positions, held, segment.relative)
+            self.sparse.append(_as_bits(changes, target.flat) if segment.relative and target.is_aliased else changes)
 
     def apply(self, targets: Mapping[int, Target]) -> None:
         """Write everything into the live tensors."""
-        for width, positions, bits in self.sparse:
-            flat = targets[width].flat
-            kernels.on(flat.device).scatter(flat, positions.to(flat.device), bits.to(flat.device))
+        for changes in self.sparse:
+            targets[changes.width].write(changes)
         for width, source, first, bits in self.dense:
             targets[width].place(source, first, bits)
 
@@ -86,7 +131,11 @@ class StagedPatch:
     @property
     def nbytes(self) -> int:
         """Bytes held by what is staged."""
-        tensors: list[Tensor] = [t for _, positions, bits in self.sparse for t in (positions, bits)]
+        tensors: list[Tensor] = [tensor for changes in self.sparse for tensor in (changes.positions, changes.values)]
         tensors += [bits for *_, bits in self.dense]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
+
+def _as_bits(changes: Changes, flat: FlatTensors) -> Changes:
+    positions, distances = changes.positions.to(flat.device), changes.values.to(flat.device)
+    return Changes(changes.width, positions, kernels.codecs_on(flat.device).moved(flat, positions, distances), False)

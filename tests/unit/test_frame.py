@@ -15,20 +15,21 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
-from dte_dist.codec import FrameHead, FrameWriter, Segment, read_frame, read_head
+from dte_dist.codec import Chooser, FrameHead, FrameWriter, Segment, read_frame, read_head
 from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.errors import FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
-from dte_dist.kernels import cpu, torch_ops
+from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 
 EXPECT = FrameHead(schema=2**64 - 1, stream=2**63 + 5, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000)
 HOSTILE = [0, 1, 2, 3, 7, 8, 0x7FFF, 0xFFFF, 65536, 2**28, 2**28 + 1, 2**31 - 1, 2**31, 2**32 - 8, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 
 
-@pytest.fixture(params=[cpu, torch_ops], ids=["cpu", "torch_ops"], autouse=True)
+@pytest.fixture(params=[(cpu, cpu_codecs), (torch_ops, torch_codecs)], ids=["cpu", "torch_ops"], autouse=True)
 def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test with the kernels of both kinds of device, over CPU memory."""
+    """Run each test with the kernels of both kinds of device, over CPU memory; sizes are always worked out on the host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "on", lambda device: request.param)
+        patch.setattr(kernels, "on", lambda device: request.param[0])
+        patch.setattr(kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else request.param[1])
         yield
 
 
@@ -60,9 +61,9 @@ def check_invariants(segments: list[Segment]) -> None:
         assert border <= segment.first <= segment.first + segment.length <= EXPECT.first + EXPECT.length
         border = segment.first + segment.length
         if segment.positions is None:
-            assert len(segment.bits) == segment.length
+            assert len(segment.values) == segment.length
         else:
-            assert len(segment.bits) == len(segment.positions) > 0
+            assert len(segment.values) == len(segment.positions) > 0
             assert segment.positions.diff().gt(0).all()
             assert 0 <= segment.positions[0] <= segment.positions[-1] < segment.length
 
@@ -73,23 +74,23 @@ def test_a_frame_comes_back() -> None:
     assert read_head(frame) == EXPECT
     first, second, third = read_frame(frame, EXPECT)
     assert (first.first, first.length, first.positions.tolist()) == (1000, 70_000, [0, 9, 65535, 65536, 69_999])
-    assert first.bits.tolist() == [*range(5)]
-    assert (second.first, second.positions.tolist(), second.bits.tolist()) == (80_000, [65536, 99_999], [-1, 0x7F81])
-    assert (third.first, third.length, third.positions, third.bits.tolist()) == (190_000, 7, None, [*range(7)])
+    assert first.values.tolist() == [*range(5)]
+    assert (second.first, second.positions.tolist(), second.values.tolist()) == (80_000, [65536, 99_999], [-1, 0x7F81])
+    assert (third.first, third.length, third.positions, third.values.tolist()) == (190_000, 7, None, [*range(7)])
 
 
 def test_the_layout_is_the_one_specified() -> None:
     """The numbers of docs/protocol.md, read with nothing of ours."""
     frame = make_frame(replace(EXPECT, seed=True)).numpy()
-    assert (HEAD.itemsize, ENTRY.itemsize) == (96, 32)
-    assert frame[:8].tobytes() == b"DTEF\x01\x00\x01\x00"
+    assert (HEAD.itemsize, ENTRY.itemsize) == (96, 40)
+    assert frame[:8].tobytes() == b"DTEF\x02\x00\x01\x00"
     assert frame[16:72].view("<u8").tolist() == [len(frame), 2**64 - 1, 2**63 + 5, 7, 8, 1000, 200_000]
     assert frame[72:96].view("<u4").tolist() == [3, 1, 4, 2, 3, 0]
     assert frame[96:104].view("<u8").tolist() == [1000]
-    assert frame[104:128].view("<u4").tolist() == [70_000, 5, 18, 10, 2, 0]
-    assert frame[192:210].tobytes() == np.array([3, 0, 2, 0, 0, 9, 65535, 0, 4463], "<u2").tobytes()
-    assert frame[210:216].tolist() == [0] * 6
-    assert frame[216:226].view("<i2").tolist() == [*range(5)]
+    assert frame[104:136].view("<u4").tolist() == [70_000, 5, 18, 10, 2, 0, 0, 0]
+    assert frame[216:234].tobytes() == np.array([3, 0, 2, 0, 0, 9, 65535, 0, 4463], "<u2").tobytes()
+    assert frame[234:240].tolist() == [0] * 6
+    assert frame[240:250].view("<i2").tolist() == [*range(5)]
 
 
 positions_of = {
@@ -126,7 +127,7 @@ def test_any_frame_comes_back(width: int, parts: list[tuple[int, str, int]], sta
     assert len(frame) > 0 if added else len(frame) == 0
     for got, (first, length, positions, bits) in zip(read_frame(frame, head) if added else [], added, strict=True):
         assert (got.first, got.length) == (first, length)
-        assert torch.equal(got.bits, bits)
+        assert torch.equal(got.values, bits)
         assert torch.equal(torch.arange(length, dtype=torch.int32) if got.positions is None else got.positions, positions)
 
 
@@ -141,12 +142,19 @@ def test_the_writer_copies_changes_at_once_and_dense_segments_when_it_finishes()
     frame = writer.finish()
     whole.zero_()
     sparse, dense = read_frame(frame, EXPECT)
-    assert (sparse.positions.tolist(), sparse.bits.tolist(), dense.bits.tolist()) == ([3, 4], [5, 6], [5, 6])
+    assert (sparse.positions.tolist(), sparse.values.tolist(), dense.values.tolist()) == ([3, 4], [5, 6], [5, 6])
 
 
-def test_dense_is_preferred_where_it_is_smaller() -> None:
-    writer = FrameWriter(EXPECT, "cpu")
-    assert [writer.prefers_dense(100_000, count) for count in (0, 49_997, 49_998, 100_000)] == [False, False, True, True]
+@pytest.mark.parametrize(("ratio", "last"), [(1.0, 49_997), (0.5, 24_997)])
+def test_segments_are_sent_whole_where_that_is_smaller(ratio: float, last: int) -> None:
+    """Of 100,000 elements of 2 bytes, each change takes 4 bytes, and 8 more go for the counts of blocks."""
+    known = torch.full((100_000,), 7, dtype=torch.int16)
+    for count, pair in ((1, "i32+raw"), (last, "u16+raw"), (last + 1, "dense+raw"), (100_000, "dense+raw")):
+        writer = FrameWriter(EXPECT, "cpu", Chooser(ratio=ratio))
+        writer.add(1000, 100_000, torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int16), known=known.clone)
+        assert writer.codecs == {pair: 1}
+        (segment,) = read_frame(writer.finish(), EXPECT)
+        assert segment.values[:count].eq(0).all() and segment.values[count:].eq(7).all()
 
 
 def test_the_writer_refuses_segments_out_of_place() -> None:
@@ -169,14 +177,14 @@ def test_a_frame_at_any_address() -> None:
     for shift in range(8):
         bucket = torch.zeros(len(frame) + shift, dtype=torch.uint8)
         bucket[shift:] = frame
-        assert [len(segment.bits) for segment in read_frame(bucket[shift:], EXPECT)] == [5, 2, 7]
+        assert [len(segment.values) for segment in read_frame(bucket[shift:], EXPECT)] == [5, 2, 7]
 
 
 def test_a_table_longer_than_the_first_look() -> None:
     writer = FrameWriter(EXPECT, "cpu")
     for i in range(1000):
         writer.add(1000 + 10 * i, 10, torch.tensor([i % 10], dtype=torch.int32), torch.tensor([i], dtype=torch.int16))
-    assert [segment.bits.item() for segment in read_frame(writer.finish(), EXPECT)] == list(range(1000))
+    assert [segment.values.item() for segment in read_frame(writer.finish(), EXPECT)] == list(range(1000))
 
 
 def test_what_is_no_tensor_of_bytes_is_the_callers_fault() -> None:
@@ -264,7 +272,7 @@ def test_another_schema_is_no_question_of_versions() -> None:
 @pytest.mark.parametrize("entry", [0, 1, 2])
 @pytest.mark.parametrize("field", list(ENTRY.names))
 def test_hostile_tables(entry: int, field: str) -> None:
-    """A wrong number in the table is refused; a place or length that could be right leaves everything in bounds."""
+    """A wrong number in the table is refused; one that could be right (a place, bits taken for distances) leaves everything in bounds."""
     frame = make_frame().numpy()
     for value in HOSTILE:
         table = frame[HEAD.itemsize : HEAD.itemsize + 3 * ENTRY.itemsize].copy().view(ENTRY)
@@ -272,7 +280,7 @@ def test_hostile_tables(entry: int, field: str) -> None:
             continue
         table[field][entry] = value
         hostile = seal(np.concatenate([frame[: HEAD.itemsize], table.view(np.uint8), frame[HEAD.itemsize + 3 * ENTRY.itemsize :]]))
-        if field in {"first", "length"} and entry < 2:
+        if (field in {"first", "length"} and entry < 2) or (field, value) == ("value", 1):
             try:
                 check_invariants(read_frame(hostile, EXPECT))
             except FrameError:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dte_dist.change.snapshot import Detector
 from dte_dist.codec import FrameHead, FrameWriter
 from dte_dist.codec.index import INDEX_CODECS
+from dte_dist.codec.value import VALUE_CODECS
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState, most_size, seed_size
@@ -464,7 +465,7 @@ def frame_of(pair: Pair, number: int, parts: list[tuple[int, Tensor | None, Tens
     """A seed frame that a source would not make, of segments (first, positions, bits)."""
     writer = FrameWriter(pair.head(pair.chunks[number], base=NONE, version=version), "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dte_dist.codec.frame.choose_index", lambda count, length: INDEX_CODECS[1])
+        patch.setattr("dte_dist.codec.choose.Chooser.pair", lambda *of: (INDEX_CODECS[1], VALUE_CODECS[0]))
         for first, positions, values in parts:
             if positions is None:
                 writer.add_dense(first, values)
