@@ -32,6 +32,10 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
+    def moving(self) -> float:
+        """Return the seconds spent on moving bytes so far."""
+        return self.seconds.get("gather", 0.0) + self.seconds.get("wire", 0.0)
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Count the time of the block as time of phase `name`."""

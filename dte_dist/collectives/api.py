@@ -17,7 +17,7 @@ from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.channels import find_or_open, is_in_use
-from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, check_call, group_ranks
+from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, Wishes, group_ranks
 from dte_dist.collectives.routes import RouteOption
 from dte_dist.collectives.streams import aside, hold_back, on
 from dte_dist.collectives.sync import Prepared
@@ -64,6 +64,8 @@ def delta_broadcast(
     bucket_bytes: int = _BUCKET_BYTES,
     timeout: timedelta | float = _TIMEOUT,
     route: RouteOption = "broadcast",
+    codec: str = "auto",
+    ratio: float = 1.0,
 ) -> SyncReport | DeltaWork:
     """Make the receivers' copy of a module bit-identical to the sources', moving only what changed since the last call.
 
@@ -93,6 +95,9 @@ def delta_broadcast(
         timeout: seconds (or timedelta) that any one wait for another rank may take.
         route: "broadcast" over the root; "p2p" from shard to shard, as `delta_p2p`; or "auto", whichever moves fewer bytes through
             the busiest rank: `report.route` and `report.route_reason` say which and why.
+        codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" for the less time at the speed the links have
+            shown, or a pair such as "ef+planes"; see docs/protocol.md. Receivers read all.
+        ratio: on sources, changes are sent as changes where they take less than `ratio` times the bytes of everything around them.
 
     Returns:
         A `SyncReport`, or with async_op a `DeltaWork` whose `wait` returns it.
@@ -123,6 +128,8 @@ def delta_broadcast(
         "bucket_bytes": bucket_bytes,
         "timeout": timeout,
         "route": route,
+        "codec": codec,
+        "ratio": ratio,
     }
     return _sync(module, group, src, async_op, said=said)
 
@@ -173,12 +180,12 @@ def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_o
     pg = dist.group.WORLD if group is None else group
     if pg is None or dist.get_rank(pg) < 0:
         raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
-    options, error = Options(), None
+    options, wishes, error = Options(), Wishes(), None
     into = said.get("into")
     try:
         if into is module:
             raise ValueError("into= must be another module: a rank that is both source and receiver has two copies")
-        check_call(said.get("version"), said.get("mode", "delta"), said["route"])
+        wishes = Wishes.of(said)
         options = _options(pg, src, said)
     except (ValueError, DeltaError) as caught:
         error = caught
@@ -189,7 +196,7 @@ def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_o
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
-    call = _Call(module, pg, options, error, said)
+    call = _Call(module, pg, options, wishes, error, into)
     running.join(module, into)
     with torch.inference_mode(False), torch.no_grad():  # what a channel keeps must outlive a caller's inference_mode
         if not async_op:
@@ -222,8 +229,9 @@ class _Call:
     module: Module
     group: ProcessGroup
     options: Options
+    wishes: Wishes
     error: Exception | None
-    said: CallOptions
+    into: Module | None
     begin: float = field(default_factory=time.perf_counter)
 
     def run(self) -> SyncReport:
@@ -253,12 +261,10 @@ class _Call:
         return DeltaWork(finish, streams)
 
     def _channel(self) -> Channel:
-        return find_or_open(self.module, self.group, self.said.get("into"), self.options, self.error)
+        return find_or_open(self.module, self.group, self.into, self.options, self.error)
 
     def _prepare(self, channel: Channel) -> Prepared:
-        said = self.said
-        version, mode, detector = said.get("version"), said.get("mode", "delta"), said.get("detector")
-        return channel.prepare(version, mode, detector, self.said["route"], self.begin, check=lambda: self._check(channel))
+        return channel.prepare(self.wishes, self.begin, check=lambda: self._check(channel))
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""

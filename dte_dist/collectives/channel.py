@@ -16,9 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from dte_dist.change.snapshot import Detector
-from dte_dist.collectives.options import Options
-from dte_dist.collectives.routes import Chosen, RouteOption
+from dte_dist.collectives.options import Options, Wishes
+from dte_dist.collectives.routes import Chosen
 from dte_dist.collectives.sync import Agreed, Parts, Prepared, Sync
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.control import REASONS, ControlRow
@@ -71,31 +70,30 @@ class Channel:
             for wire in self._wires:
                 wire.close()
 
-    def prepare(
-        self, version: int | None, mode: str, detector: Detector | None, option: RouteOption, begin: float, *, check: Callable[[], None]
-    ) -> Prepared:
+    def prepare(self, wishes: Wishes, begin: float, *, check: Callable[[], None]) -> Prepared:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
-            version, mode, detector, option: of the call; the last is the route.
+            wishes: of the call.
             begin: when it began, `time.perf_counter`.
             check: raises if the arguments of the call make no sense.
         """
         phases = Phases()
         source, receiver = self.parts.source, self.parts.receiver
-        reason, error = self._full_reason(mode), None
+        reason, error = self._full_reason(wishes.mode), None
         chosen: Chosen = "broadcast", ""
         try:
             check()
-            chosen = self.parts.routes.choose(option)
+            chosen = self.parts.routes.choose(wishes.route)
             route = self.parts.routes[chosen[0]]
             if source is not None:
-                source.prepare(version or source.chain.version + 1, bool(reason), phases, detector, route.lanes)
+                version, chooser = wishes.version or source.chain.version + 1, wishes.chooser(self.parts.speed.bytes_per_second)
+                source.prepare(version, bool(reason), phases, wishes.detector, route.lanes, chooser=chooser)
             if receiver is not None:
                 receiver.begin(route.remaps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
-        return Prepared(replace(self._row(error, version, reason), route=ROUTES.index(chosen[0])), error, phases, begin, chosen)
+        return Prepared(replace(self._row(error, wishes.version, reason), route=ROUTES.index(chosen[0])), error, phases, begin, chosen)
 
     def run(self, prepared: Prepared) -> SyncReport:
         """Run the rest of a sync; all ranks of the group must call.

@@ -30,6 +30,7 @@ from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
+from dte_dist.collectives.speed import LinkSpeed
 from dte_dist.collectives.sync import Parts
 from dte_dist.collectives.work import THREAD_NAME
 from dte_dist.engine.chain import NONE, Chain
@@ -270,7 +271,7 @@ class _Opening:
             lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
             lambda: Plan.of(model, root),
         )
-        parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)))
+        parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), LinkSpeed())
         return Channel(self.options, parts, LossBoard(self.membership), self.wires, frozenset(mine.devices))
 
     def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Wire | None:

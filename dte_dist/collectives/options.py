@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.change.snapshot import Detector
+from dte_dist.codec import Chooser
 from dte_dist.collectives.routes import AUTO, RouteOption
 from dte_dist.layout import Layout, Manifest, Rename, Select
 from dte_dist.plan.model_map import WireTypes
 from dte_dist.plan.transfer import ROUTES
 
-__all__ = ["CallOptions", "Options", "Ranks", "WireDtype", "check_call", "group_ranks", "layout_of", "wire_types"]
+__all__ = ["CallOptions", "Options", "Ranks", "WireDtype", "Wishes", "group_ranks", "layout_of", "wire_types"]
 
 Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them: one, several, or those of a mesh."""
@@ -43,6 +44,43 @@ class CallOptions(TypedDict, total=False):
     bucket_bytes: int
     timeout: timedelta | float
     route: RouteOption
+    codec: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wishes:
+    """What each call may say anew; `delta_broadcast` says what it means.
+
+    Raises:
+        ValueError: something makes no sense.
+    """
+
+    version: int | None = None
+    mode: Literal["delta", "full"] = "delta"
+    detector: Detector | None = None
+    route: RouteOption = "broadcast"
+    codec: str = "auto"
+    ratio: float = 1.0
+
+    @classmethod
+    def of(cls, said: CallOptions) -> Wishes:
+        """Pick what is wished for from the options of a call."""
+        return cls(**{name: said[name] for name in cls.__slots__ if name in said})  # type: ignore[literal-required]
+
+    def __post_init__(self) -> None:
+        version = self.version
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 1 <= version < 1 << 62):
+            raise ValueError(f"version must be None or an int from 1 to 2^62 - 1, got {version!r}")
+        if self.mode not in ("delta", "full"):
+            raise ValueError(f'mode must be "delta" or "full", got {self.mode!r}')
+        if self.route not in (*ROUTES, AUTO):
+            raise ValueError(f'route must be "broadcast", "p2p" or "auto", got {self.route!r}')
+        self.chooser(None)
+
+    def chooser(self, bytes_per_second: float | None) -> Chooser:
+        """Return what chooses the codecs, for links of this speed."""
+        return Chooser(self.codec, bytes_per_second, self.ratio)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,16 +172,6 @@ def _numbers(ranks: Any) -> list[int]:
     if isinstance(ranks, DeviceMesh):
         return [int(rank) for rank in ranks.mesh.flatten().tolist()]
     return [ranks] if isinstance(ranks, int) else [int(rank) for rank in ranks]
-
-
-def check_call(version: Any, mode: Any, route: Any) -> None:
-    """Raise ValueError unless a version is None or a positive int that fits, and mode and route are known."""
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 1 <= version < 1 << 62):
-        raise ValueError(f"version must be None or an int from 1 to 2^62 - 1, got {version!r}")
-    if mode not in ("delta", "full"):
-        raise ValueError(f'mode must be "delta" or "full", got {mode!r}')
-    if route not in (*ROUTES, AUTO):
-        raise ValueError(f'route must be "broadcast", "p2p" or "auto", got {route!r}')
 
 
 def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:

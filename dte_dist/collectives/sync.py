@@ -27,6 +27,7 @@ from torch import Tensor
 from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.opening import Agreement, raise_together
 from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
+from dte_dist.collectives.speed import LinkSpeed
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import ControlRow, Decision, decide
 from dte_dist.engine.receiver import ReceiverState
@@ -34,6 +35,7 @@ from dte_dist.engine.source import SourceState, most_size
 from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch, PeerLost
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport
+from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import Wire
 
 __all__ = ["INLINE", "Agreed", "Parts", "Prepared", "Sync"]
@@ -55,6 +57,7 @@ class Parts:
         routes: by name, the ways that frames can take.
         source, receiver: what this rank is; may be both.
         letters: the room for small deltas in control rows.
+        speed: of the links.
     """
 
     agreement: Agreement
@@ -63,6 +66,7 @@ class Parts:
     source: SourceState | None
     receiver: ReceiverState | None
     letters: Letters
+    speed: LinkSpeed
 
 
 @dataclass(slots=True)
@@ -186,9 +190,8 @@ class Sync:
                     for source, row in sizes.items():
                         self._route.take(step, source, letters.read(self._received[source], row))
         else:
-            self._load = self._route.load(sizes, decision.followers)
             self._gathered = self._route.gathered(sizes)
-            self._route.move(step, frames, sizes, decision.followers, self._phases)
+            self._load = self._move(step, frames, sizes, decision.followers)
         letters.learn(sizes)
 
     def _load_of_letters(self, sizes: Sizes) -> Load:
@@ -221,9 +224,16 @@ class Sync:
         """Phase 6."""
         step, sizes = self._step(decision, seed=True), self._route.seed_sizes()
         frames = self._source.seed_frames(step) if self._source is not None else []
+        load = self._move(step, frames, sizes, decision.seeded)
         if decision.is_full:
-            self._load, self._gathered = self._route.load(sizes, decision.seeded), self._route.gathered(sizes)
-        self._route.move(step, frames, sizes, decision.seeded, self._phases)
+            self._load, self._gathered = load, self._route.gathered(sizes)
+
+    def _move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int]) -> Load:
+        """Move frames on the route; return what it cost each rank, and learn how fast it went."""
+        load, before, rank = self._route.load(sizes, targets), self._phases.moving(), self._parts.control.rank
+        self._route.move(step, frames, sizes, targets, self._phases)
+        self._parts.speed.learn(max(load.sent[rank], load.received[rank]), self._phases.moving() - before)
+        return load
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
         """Phase 7."""

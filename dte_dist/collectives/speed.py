@@ -1,0 +1,39 @@
+"""How fast the links of a channel are, learnt from the bytes that it moves.
+
+`codec="auto"` weighs bytes against the time that codecs take. The first sync of a channel seeds every receiver, so before the first
+delta each source has moved its part of the model, and knows how long it took. No probe is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["LinkSpeed"]
+
+_ENOUGH: Final = 1 << 20
+"""Bytes that say something about a link; fewer say more about latency."""
+
+
+class LinkSpeed:
+    """Bytes that this rank sends or receives in a second.
+
+    Attributes:
+        bytes_per_second: None while nothing is known.
+
+    Example:
+        >>> speed = LinkSpeed()
+        >>> speed.learn(10_000, 0.5), speed.bytes_per_second
+        (None, None)
+        >>> speed.learn(50_000_000, 0.5), speed.bytes_per_second
+        (None, 100000000.0)
+    """
+
+    __slots__ = ("bytes_per_second",)
+
+    def __init__(self) -> None:
+        self.bytes_per_second: float | None = None
+
+    def learn(self, nbytes: int, seconds: float) -> None:
+        """Take over the speed of the latest transfer, if it was large enough to tell."""
+        if nbytes >= _ENOUGH and seconds > 0:
+            self.bytes_per_second = nbytes / seconds
