@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchlib.context import LOOPBACK
@@ -12,6 +12,7 @@ from benchlib.rows import Row, baseline
 __all__ = ["Verdict", "verdicts"]
 
 _DELTAS = ("delta_broadcast", "delta_p2p")
+_ORDER = ("small", "", "auto", "fast")  # of codecs; the phases of the first there is are judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def _bytes(rows: Sequence[Row]) -> Iterator[Verdict]:
     ]
     if shares:
         share, row = max(shares, key=lambda each: each[0])
-        yield Verdict(3, "bytes over the entropy limit, the worst density", "at most 1.15x", f"{share:.2f}x", share <= 1.15, row)
+        yield Verdict(3, f"bytes over the entropy limit, the worst density ({row.density:.3g} %)", "at most 1.15x", f"{share:.2f}x", share <= 1.15, row)
     for row in [row for row in small if row.density == 1 and row.updates == "generator"][:1]:
         found = row.bytes_per_change or 0.0
         yield Verdict(3, "bytes per change at 1 %", "at most 1.4", f"{found:.2f}", found <= 1.4, row)
@@ -117,7 +118,7 @@ def _opening(rows: Sequence[Row]) -> Iterator[Verdict]:
         "load compiled": ("from cache", 1.0),
     }
     for row in rows:
-        if row.method in wanted:
+        if row.method in wanted and (row.kind == "compile" or row.tensors == 20_000):
             what, most = wanted[row.method]
             yield Verdict(8, what, f"under {most:g} s", f"{row.median_s:.2f} s", row.median_s < most, row)
 
@@ -142,8 +143,7 @@ def _alone(rows: Sequence[Row], density: float) -> Iterator[Row]:
     """Yield the row whose phases are those of one core: one source, one receiver, the smallest codec there is."""
     found = [row for row in rows if row.method == "delta_broadcast" and row.density == density and row.changed and row.links == LOOPBACK]
     found = [row for row in found if (row.sources, row.receivers) == (1, 1) and row.phases.get("detect")]
-    order: Callable[[Row], int] = lambda row: ("small", "", "auto", "fast").index(row.codec)  # noqa: E731
-    yield from sorted(found, key=order)[:1]
+    yield from sorted(found, key=lambda row: _ORDER.index(row.codec))[:1]
 
 
 def _fastest(rows: Iterable[Row]) -> Row | None:
