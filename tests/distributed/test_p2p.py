@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dte_dist
+from dte_dist.report import size
 from dte_dist.transport.groups import Wire
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
@@ -129,11 +130,9 @@ def auto(rank: int, world: int, sources: list[int], receivers: list[int] | None)
 def test_auto_takes_the_route_whose_busiest_rank_moves_least(ranks) -> None:
     everything = ROWS * COLUMNS * 2
     for found in ranks.run(auto, [0, 1, 2, 3], [4, 5]):
-        half, whole = f"{everything / 2 / 1000:.1f} kB", f"{everything / 1000:.1f} kB"
-        assert found == [("p2p", f"busiest rank {half}, {whole} over broadcast", True)] * 3
+        assert found == [("p2p", f"busiest rank {size(everything / 2)}, {size(everything)} over broadcast", True)] * 3
     for found in ranks.run(auto, [0], None):
-        five = f"{everything * 5 / 1000:.1f} kB"
-        assert found == [("broadcast", f"busiest rank {whole}, {five} over p2p", True)] * 3
+        assert found == [("broadcast", f"busiest rank {size(everything)}, {size(5 * everything)} over p2p", True)] * 3
 
 
 def colocated(rank: int, world: int) -> tuple[list[bool], list[str], list[bool]]:
