@@ -58,6 +58,8 @@ def _lines(axes: Axes, rows: Sequence[Row], what: str, field: str) -> None:
         style = _DASHES[codecs.index(codec) % len(_DASHES)]
         axes.plot([x for x, _ in points], [y for _, y in points], style, marker="o", markersize=3, color=_COLORS.get(method), label=label)
     axes.set(xscale="log", yscale="log", xlabel="changed elements, %")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title(what, fontsize=10)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -65,7 +65,8 @@ def _bytes(rows: Sequence[Row]) -> Iterator[Verdict]:
     ]
     if shares:
         share, row = max(shares, key=lambda each: each[0])
-        yield Verdict(3, f"bytes over the entropy limit, the worst density ({row.density:.3g} %)", "at most 1.15x", f"{share:.2f}x", share <= 1.15, row)
+        what = f"bytes over the entropy limit, the worst density ({row.density:.3g} %)"
+        yield Verdict(3, what, "at most 1.15x", f"{share:.2f}x", share <= 1.15, row)
     for row in [row for row in small if row.density == 1 and row.updates == "generator"][:1]:
         found = row.bytes_per_change or 0.0
         yield Verdict(3, "bytes per change at 1 %", "at most 1.4", f"{found:.2f}", found <= 1.4, row)

@@ -43,6 +43,15 @@ class OneSource:
         return torch.cat([each.reshape(-1) for each in self._live]).view(torch.int16)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Small loops on a busy machine: a second thread costs more than it does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def row(method: str, seconds: float, **changes: object) -> Row:
     """A row of the standard loopback scenario at 1 %."""
     first = Row(
