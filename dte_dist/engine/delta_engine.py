@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from dte_dist.engine.chain import NONE
-from dte_dist.engine.ends import Ends, Given, SharedEnds, WholeEnds
+from dte_dist.engine.ends import Ends, Given, WholeEnds
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
-from dte_dist.engine.payload import Change, apply_changes, read_payload, write_changes
+from dte_dist.engine.payload import Change, apply_changes, read_payload
+from dte_dist.engine.shared import SharedEnds
 from dte_dist.engine.tracker import DeltaTracker, check_version
 from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.layout import refuse_overlaps
@@ -233,10 +234,11 @@ class DeltaEngine:
         if not all(payload.full for payload, _ in staged.parts):
             refuse_difference(copy.slots, slots, what="the targets of the pull before and of this one")
             self._refuse_disturbed(tensors)
-        landed = [each for payload, changes in staged.parts for each in self._ends.land(payload, changes, tensors)]
+        landed = [self._ends.land(payload, changes, tensors) for payload, changes in staged.parts]
         copy.version = NONE
         try:
-            write_changes(landed)
+            for each in landed:
+                each.write()
         except Exception as error:
             raise ApplyFailed("writing a payload into place broke off", got=f"{type(error).__name__}: {error}", fix=_IN_FULL) from error
         copy.lineages = {payload.sender: payload.lineage for payload, _ in staged.parts}

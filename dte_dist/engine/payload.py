@@ -7,7 +7,7 @@
 | `w@delta_val` | the new values at these positions, in the dtype of `w` |
 | `w` | all of `w`, instead of the pair |
 
-A tensor that did not change is left out. A sender that is one of several sends its share (`engine.ends`): `w@delta_idx` still
+A tensor that did not change is left out. A sender that is one of several sends its share (`engine.shared`): `w@delta_idx` still
 counts in all of `w`, and a whole `w` is all that the sender holds of it.
 
 Nothing that is read is believed: `read_payload` checks what a payload says about itself, `check_changes` what it says about the

@@ -15,9 +15,9 @@ from typing import cast
 from dte_dist.layout import Block, Runs
 from dte_dist.plan.model_map import Slot
 from dte_dist.plan.transfer import Plan
-from dte_dist.plan.transfer_ops import Box, TransferOps
+from dte_dist.plan.transfer_ops import Box, Slices, TransferOps
 
-__all__ = ["Landing", "Part", "blocks_of", "landings_of", "parts_of", "same_elements"]
+__all__ = ["Landing", "Part", "blocks_of", "elements", "landings_of", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +117,17 @@ def landings_of(plan: Plan, sender: int, receiver: int, parts: Mapping[tuple[str
     return [Landing(parts[slot, entry], home, blocks[slot, home], tuple(found)) for (slot, entry, home), found in boxes.items()]
 
 
-def same_elements(block: Block, box: Box, other: Block) -> bool:
-    """Tell whether a box takes the same elements from a tensor that holds `block` as it fills in one that holds `other`.
+def elements(block: Block, part: Slices) -> Block | None:
+    """Return what slices of a tensor that holds `block` hold of its slot, as a block; None if there are no such slices.
 
     Example:
-        >>> box = ((slice(2, 4),), (slice(0, 2),))
-        >>> same_elements(Block.whole((4,)), box, Block.rectangle((2,), (2,)))
-        True
+        >>> elements(Block.rectangle((2, 0), (4, 3)), (slice(1, 3), slice(0, 3))).runs
+        (((3, 2),), ((0, 3),))
     """
-    train, inf = box
-    if not len(train) == len(inf) == len(block.runs) == len(other.runs):
-        return False
-    first = [_cut(runs, along.start, along.stop) for runs, along in zip(block.runs, train, strict=True)]
-    return first == [_cut(runs, along.start, along.stop) for runs, along in zip(other.runs, inf, strict=True)] and None not in first
+    if len(part) != len(block.runs):
+        return None
+    runs = [_cut(each, along.start, along.stop) for each, along in zip(block.runs, part, strict=True)]
+    return None if None in runs else Block(tuple(each for each in runs if each is not None))
 
 
 @lru_cache(maxsize=65536)

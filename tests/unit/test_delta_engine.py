@@ -22,7 +22,7 @@ from dte_dist import (
     VersionReplay,
     VersionRestart,
 )  # fmt: skip
-from dte_dist.engine import delta_engine
+from dte_dist.engine import ends
 from dte_dist.engine.payload import flat_bits
 
 DTYPES = (
@@ -330,7 +330,7 @@ def test_writing_that_breaks_off_leaves_no_version(monkeypatch: pytest.MonkeyPat
         raise MemoryError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(delta_engine, "write_changes", broken)
+        patch.setattr(ends, "write_changes", broken)
         with pytest.raises(ApplyFailed, match="MemoryError"):
             pair.pull(2)
     assert pair.receiver.version == -1
