@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dte_dist import (
@@ -394,6 +395,7 @@ def test_over_loopback(scenario: Callable[[Stage], None], topology: str) -> None
 def perform(rank: int, world: int, scenario: Callable[[Stage], None], topology: str) -> None:
     stage = Stage(topology, [rank], lambda plan: ProcessGroupTransport(plan=plan, timeout=PATIENCE))
     scenario(stage)
+    dist.barrier()
     stage.transport[rank].close()
 
 
