@@ -4,8 +4,9 @@ Staging costs memory in proportion to the changes, never to the model. Nothing l
 writes in place: addresses stay, version counters of autograd move.
 
 Changes that came as distances are staged as distances, and added to the live bits when they are written: what is written then
-lies in the cache because it was read, while reading it now would cost as much again. Two kinds are turned into bits at once:
-whole segments, where reading is cheap; and all, if two tensors of the receiver are the same memory, which would move twice.
+lies in the cache because it was read, while reading it now would cost as much again. Whole segments are turned into bits at
+once, for there reading is cheap; and so is what may come to one element twice, since bits may be written twice but distances not
+added twice: a tensor that the sources tie and the receiver does not, and tensors of the receiver that are the same memory.
 """
 
 from __future__ import annotations
@@ -32,16 +33,23 @@ class Target:
     Attributes:
         flat: its local tensors.
         remaps: by source, the tables from that source's space to this one.
-        is_aliased: whether two of its tensors are the same memory: a tied name with several regions.
     """
 
     flat: FlatTensors
     remaps: Mapping[int, Sequence[Remap]]
 
     @cached_property
-    def is_aliased(self) -> bool:
+    def _is_aliased(self) -> bool:
+        """Whether two tensors are the same memory: a tied name with several regions."""
         addresses = [tensor.data_ptr() for tensor in self.flat.tensors if tensor.numel()]
         return len(set(addresses)) < len(addresses)
+
+    def may_repeat(self, source: int, first: int, length: int) -> bool:
+        """Return whether something of positions [first, first + length) of a source's space may come to one element here twice.
+
+        Where a source position has two homes, and on the p2p route an element two positions, that takes two tables.
+        """
+        return self._is_aliased or sum(remap.meets(first, first + length) for remap in self.remaps.get(source, ())) > 1
 
     def place(self, source: int, first: int, bits: Tensor) -> None:
         """Write dense bits of positions from `first` on of a source's space."""
@@ -112,9 +120,10 @@ class StagedPatch:
             values = target.resolve(source, segment.first, values) if segment.relative else values.clone()
             self.dense.append((width, source, segment.first, values))
             return
+        at_once = segment.relative and target.may_repeat(source, segment.first, segment.length)
         for positions, held in target.translate(source, segment.first, segment.positions, values):
             changes = Changes(width, positions, held, segment.relative)
-            self.sparse.append(_as_bits(changes, target.flat) if segment.relative and target.is_aliased else changes)
+            self.sparse.append(_as_bits(changes, target.flat) if at_once else changes)
 
     def apply(self, targets: Mapping[int, Target]) -> None:
         """Write everything into the live tensors."""

@@ -221,7 +221,7 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
     first = first.t().contiguous().t() if homes.endswith("transposed") else first
     tensors = [first, first if homes.startswith("one") else first.clone()]
     target = Target(FlatTensors(tensors, 2), {0: build_remaps(source, receiver)})
-    assert len(target.remaps[0]) == 2 and target.is_aliased == (homes != "apart")
+    assert len(target.remaps[0]) == 2
     positions = torch.tensor([0, 6, 19], dtype=torch.int32)
     distances = torch.tensor([5, -3, 7], dtype=torch.int16)
     if dense:
@@ -233,6 +233,33 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
     staged.apply({2: target})
     expected[[0, 6, 19]] += torch.tensor([5, -3, 7], dtype=torch.int16)
     assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
+
+
+@pytest.mark.parametrize("codec", ["i32+ulp", "bitmap+planes", "dense+planes", "ef+raw"])
+def test_tied_by_the_source_and_held_in_two_cuts(codec: str) -> None:
+    """On the p2p route the elements that are in both cuts travel twice, and each time they have two homes."""
+    rng = torch.Generator().manual_seed(9)
+    own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, i, block) for i, block in enumerate(blocks)]))} for blocks in (
+        [Block.whole((6, 8))], [Block((((0, 6),), ((0, 3),))), Block((((2, 3),), ((0, 8),)))],
+    ))  # fmt: skip
+    pair = pair_spaces(own, theirs)
+    assert pair[2].numel == 18 + 24
+    trained = random((6, 8), torch.bfloat16, rng)
+    copies = [trained[:, :3].clone(), trained[2:5].clone()]
+    chunks = Schedule({0: {2: pair[2].numel}}, 64).chunks(0)
+    lane = PairLane(chunks, {2: build_remaps(own[2], pair[2])}, {2: build_remaps(pair[2], own[2])})
+    target = Target(FlatTensors(copies, 2), {0: build_remaps(pair[2], theirs[2])})
+    source = Coded(codec, {"w": trained}).source
+    for density in (0.3, 0.9):
+        step({"w": trained}, rng, density, True)
+        source.prepare(source.chain.version + 1, False, Phases(), lanes=PairLanes(0, {0: lane}), chooser=chooser_of(codec))
+        made, staged = step_of_lane(Step(SCHEMA, source.chain.stream, source.chain.version, source.chain.version + 1), 0), StagedPatch()
+        for chunk, frame in zip(chunks, source.frames(), strict=True):
+            for segment in read_frame(frame, made.head(0, len(chunks), chunk)) if len(frame) else ():
+                staged.add(target, 0, segment)
+        staged.apply({2: target})
+        source.commit(source.chain.version + 1, source.chain.stream, full=False)
+        assert torch.equal(bits_of(copies[0]), bits_of(trained[:, :3])) and torch.equal(bits_of(copies[1]), bits_of(trained[2:5]))
 
 
 @both
