@@ -26,7 +26,7 @@ class Crossing:
     Args:
         width: bytes of an element.
         source: the blocks of one side; block number n is of slot n.
-        target: (slot, block) of the other side, in order of slots; the same element may be in several blocks.
+        target: (slot, block) of the other side, in order of slots; an element may be in several blocks.
 
     Attributes:
         starts: int64[len(target) + 1], where each block of the target begins in its flat space.
@@ -39,11 +39,10 @@ class Crossing:
     """
 
     def __init__(self, width: int, source: Sequence[Block], target: Iterable[tuple[int, Block]]) -> None:
-        first = _space(width, enumerate(source))
-        second = _space(width, target)
-        self.starts: np.ndarray = second.starts
-        self._begin, self._total = torch.from_numpy(first.starts[:-1].copy()), first.numel
-        self._remaps = build_remaps(first, second)
+        sides = list(enumerate(source)), list(target)
+        begin, self.starts = (_starts(blocks) for blocks in sides)
+        self._begin, self._total = torch.from_numpy(begin[:-1].copy()), int(begin[-1])
+        self._remaps = build_remaps(*(_space(width, blocks) for blocks in sides))
 
     def translate(self, numbers: Sequence[int], positions: Sequence[Tensor], bits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield int64 positions in the target's flat space, and their bits; what no block of the target holds is dropped.
@@ -76,6 +75,11 @@ def spread(values: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 def _space(width: int, blocks: Iterable[tuple[int, Block]]) -> FlatSpace:
     return FlatSpace.of(width, Pieces.of(Piece(slot, number, block) for number, (slot, block) in enumerate(blocks)))
+
+
+def _starts(blocks: Sequence[tuple[int, Block]]) -> np.ndarray:
+    """Return where each block begins; empty ones have a place, too."""
+    return np.cumsum([0, *(block.numel for _, block in blocks)], dtype=np.int64)
 
 
 def _windows(flat: Tensor, total: int) -> Iterator[tuple[int, slice]]:
