@@ -1,8 +1,8 @@
 """The kernels of the codecs with plain torch ops, for tensors of any device; the functions are those of `kernels.cpu_codecs`.
 
 They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places of the bits that are
-set are found by their ranks, and whether a stream was sound stays on the device. Of the others, `measure` waits once, and so do
-`scatter_add`, `moved` and `collect` to learn which tensors they meet.
+set are found by their ranks, and whether a stream was sound stays on the device. Of the others, `measure`, `moved` and `encode_ulp8`
+wait once, `scatter_add` and `collect` twice, to learn which tensors they meet, and `encode_planes` three times, for counts.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def measure(distances: Tensor) -> Classes:
     """Count distances by size. Waits once."""
     wide = _signed(distances).to(torch.int32)
     magnitude = (wide.to(torch.int64).abs() - 1) & 0xFFFFFFFF
-    bounds = torch.tensor([0, *(1 << bit for bit in range(CLASSES))], device=wide.device)
-    counts = torch.bincount(torch.searchsorted(bounds, magnitude, right=True) - 1, minlength=CLASSES)
+    at_least = (magnitude >= 1 << torch.arange(CLASSES - 1, device=wide.device).view(-1, 1)).sum(1)  # torch.bincount would wait
     far = ((wide < -127) | (wide > 127)).sum()
-    return Classes(wide, len(wide), np.array([*counts.tolist(), int(far)], np.int64))
+    *tails, escapes = torch.cat([at_least, far.view(1)]).tolist()
+    return Classes(wide, len(wide), np.array([*-np.diff([len(wide), *tails, 0]), escapes], np.int64))
 
 
 def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
@@ -131,7 +131,7 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     further = (high[far] > 1).nonzero().view(-1)
     rest = high[far[further]]
     escaped = far[further[rest >= FURTHEST]]
-    signs = _plane((wide < 0).nonzero().view(-1), len(wide))
+    signs = _packed(torch.nn.functional.pad(wide < 0, (0, 8 * words(len(wide)) - len(wide))))
     bytes_ = torch.where(rest >= FURTHEST, 0, rest).to(torch.uint8)
     parts = [signs, *_split(magnitude, plan.shift), places, _plane(further, len(far)), _padded(bytes_), _narrow(wide[escaped], width)]
     return torch.cat(parts)
@@ -226,7 +226,7 @@ def _unpacked(stream: Tensor) -> Tensor:
 def _ranks(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return int64[count] places where a flag is set, in order, and whether there are so many. Does not wait."""
     if not len(flags):
-        return torch.zeros(count, dtype=torch.int64, device=flags.device), torch.tensor(count == 0, device=flags.device)
+        return torch.zeros(count, dtype=torch.int64, device=flags.device), torch.full((), count == 0, device=flags.device)
     rank = flags.cumsum(0)
     found = torch.zeros(count + 1, dtype=torch.int64, device=flags.device)
     slot = torch.where(flags & (rank <= count), rank - 1, count)
