@@ -1,23 +1,28 @@
 """Random sweep (gloo, 8 ranks): meshes, placements, shapes, dtypes, densities, source layout x receiver layout; bit-exact.
 
-400 cases over the root, 200 shard to shard; each opens a channel, seeds, and syncs twice more. `DTE_SWEEP=seed` repeats a
-sweep, `DTE_SWEEP=seed:case` one case.
+400 cases over the root, 200 shard to shard; each opens a channel, seeds, and syncs twice more, with the next of all pairs of codecs.
+`DTE_SWEEP=seed` repeats a sweep, `DTE_SWEEP=seed:case` one case, `DTE_CODEC=ef+planes` makes all cases use one pair.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import dte_dist
+from dte_dist.codec.index import INDEX_CODECS
+from dte_dist.codec.value import VALUE_CODECS
 from tests.distributed.cases import Case, local_tensor, make_case, same_bits
 from tests.distributed.launcher import Ranks
 
 WORLD, CASES, BATCH = 8, 400, 50
+PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]
+CODECS = ["auto", "fast", "small", *PAIRS]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ class Held(torch.nn.Module):
         return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
 
 
-def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str) -> list[str]:
+def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str, codec: str) -> list[str]:
     """Seed and sync twice; return what is wrong."""
     is_source, is_receiver = rank in case.sources, rank in case.receivers
     rng = torch.Generator().manual_seed(7)
@@ -65,7 +70,7 @@ def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str) -
     for step in range(3):
         report = getattr(dte_dist, collective)(
             source if source is not None else copy, group, src=case.sources, into=copy if source is not None else None,
-            wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=60,
+            wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=60, codec=codec,
         )  # fmt: skip
         if (report.version, report.kind, report.changed, report.total) != (step + 1, "delta" if step else "full", changed, total):
             wrong.append(f"{case.seed} step {step}: {report}, {changed} of {total} expected")
@@ -82,13 +87,13 @@ def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str) -
     return wrong
 
 
-def sweep(rank: int, world: int, seeds: list[str], collective: str) -> list[str]:
+def sweep(rank: int, world: int, seeds: list[str], collective: str, codecs: list[str]) -> list[str]:
     wrong = []
-    for seed in seeds:
+    for seed, codec in zip(seeds, codecs, strict=True):
         case = make_case(seed, world)
         group = dist.new_group(case.group, sort_ranks=False)
         if rank in case.group:
-            wrong += run_case(case, rank, group, collective)
+            wrong += run_case(case, rank, group, collective, codec)
             dist.destroy_process_group(group)
     return wrong
 
@@ -103,5 +108,6 @@ _RUNS = [("delta_broadcast", numbers) for numbers in _NUMBERS] + [("delta_p2p", 
 def test_every_layout_reaches_every_other_bit_for_bit(ranks, collective, numbers, capsys):
     with capsys.disabled():
         print(f"\nsweep: {collective}, DTE_SWEEP={_SEED}, cases {numbers[0]} to {numbers[-1]}")
-    wrong = ranks.run(sweep, [f"{_SEED}:{number}" for number in numbers], collective, seconds=280)
+    codecs = [os.environ.get("DTE_CODEC", CODECS[number % len(CODECS)]) for number in numbers]
+    wrong = ranks.run(sweep, [f"{_SEED}:{number}" for number in numbers], collective, codecs, seconds=280)
     assert [line for lines in wrong for line in lines] == []
