@@ -24,7 +24,7 @@ from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState, seed_size
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.pairs import lanes_of, pair_spaces
-from dte_dist.plan.remap import Remap, build_remaps
+from dte_dist.plan.remap import Remap, build_remaps, moves_nothing
 from dte_dist.plan.schedule import Chunk, Parcel, Schedule
 from dte_dist.plan.space import FlatSpace
 from dte_dist.plan.transfer import ROUTES, Plan, RouteName
@@ -218,7 +218,8 @@ class P2PRoute(Route):
         chunks = [chunk for number, chunk in self.chunks[self._rank] if number == lane]
         into = {width: build_remaps(own[width], space) for width, space in pair.items()}
         back = {width: build_remaps(space, own[width]) for width, space in pair.items()}
-        return PairLane(chunks, into, back)
+        is_own = own.keys() == pair.keys() and all(moves_nothing(into[width], space.numel) for width, space in own.items())
+        return PairLane(chunks, into, back, is_own)
 
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
         load = Load()

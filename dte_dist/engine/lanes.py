@@ -5,7 +5,8 @@ A lane is one stream of frames that some receivers get. Every frame covers one c
 * `RelayLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the changes are found, and the
   changes are read back from them at commit.
 * `PairLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver have in common
-  (`plan.pairs`). Changes are translated into every lane; their frames are made when all are known.
+  (`plan.pairs`). Changes are translated into every lane; their frames are made when all are known. A lane for receivers that hold
+  all that the source has needs no translation: its frames are made as on the broadcast route.
 
 The order of frames is that of lanes, then chunks: it is the order of the sizes in a control row.
 """
@@ -163,11 +164,13 @@ class PairLane:
         chunks: of its space.
         into: by width, tables from the source's own space into the lane's.
         back: by width, tables from the lane's space into the source's own.
+        is_own_space: True if the lane's space is the source's own: its receivers hold all that the source has.
     """
 
     chunks: Sequence[Chunk]
     into: Mapping[int, Sequence[Remap]]
     back: Mapping[int, Sequence[Remap]]
+    is_own_space: bool
 
     def fetch(self, width: int, first: int, length: int, known: Snapshot) -> Tensor:
         """Return the known bits of elements [first, first + length) of the lane's space."""
@@ -187,10 +190,14 @@ class PairLanes(Lanes):
 
     def __init__(self, source: int, lanes: Mapping[int, PairLane]) -> None:
         self._source, self._lanes = source, lanes
+        self._own = frozenset(number for number, lane in lanes.items() if lane.is_own_space)
         self.chunks = [(number, chunk) for number, lane in sorted(lanes.items()) for chunk in lane.chunks]
 
     def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
-        return _PairOutbox(self._source, self._lanes, step, known, chooser)
+        direct = {
+            number: _RelayOutbox(self._source, self._lanes[number].chunks, step_of_lane(step, number), known, chooser) for number in self._own
+        }
+        return _PairOutbox(self._source, self._lanes, direct, step, known, chooser)
 
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
         lane_ = self._lanes[lane]
@@ -217,9 +224,14 @@ class _Found:
 
 
 class _PairOutbox(Outbox):
-    def __init__(self, source: int, lanes: Mapping[int, PairLane], step: Step, known: Snapshot, chooser: Chooser) -> None:
+    """Takes changes for several lanes; those that have the source's own space have an outbox of their own."""
+
+    def __init__(
+        self, source: int, lanes: Mapping[int, PairLane], direct: Mapping[int, _RelayOutbox], step: Step, known: Snapshot, chooser: Chooser
+    ) -> None:
         super().__init__()
-        self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, chooser
+        self._source, self._step, self._known, self._chooser, self._direct = source, step, known, chooser, direct
+        self._lanes = {number: lane for number, lane in lanes.items() if number not in direct}
         self._found: dict[tuple[int, int], _Found] = {}
         self._changes: list[Change] = []
 
@@ -227,7 +239,12 @@ class _PairOutbox(Outbox):
         positions, bits = found
         if not len(positions):
             return
-        self._changes.append((chunk.width, Segment(first, length, positions.clone(), bits.clone())))
+        for outbox in self._direct.values():
+            outbox.add(chunk, first, length, found)
+        if not self._direct:
+            self._changes.append((chunk.width, Segment(first, length, positions.clone(), bits.clone())))
+        if not self._lanes:
+            return
         values, _ = _values(self._known.bits[chunk.width][first : first + length], found, self._chooser)
         translate = kernels.remaps_on(positions.device).translate
         for number, lane in self._lanes.items():
@@ -240,8 +257,12 @@ class _PairOutbox(Outbox):
 
     def close(self) -> list[Tensor]:
         frames: list[Tensor] = []
-        for number, lane in sorted(self._lanes.items()):
-            step = step_of_lane(self._step, number)
+        for number in sorted(self._lanes.keys() | self._direct.keys()):
+            if number in self._direct:
+                frames += self._direct[number].close()
+                self.codecs.update(self._direct[number].codecs)
+                continue
+            lane, step = self._lanes[number], step_of_lane(self._step, number)
             for width in sorted(lane.into):
                 found = self._found.pop((number, width), None)
                 chunks = [chunk for chunk in lane.chunks if chunk.width == width]
@@ -272,7 +293,7 @@ class _PairOutbox(Outbox):
             self.codecs.update(writer.codecs)
 
     def changes(self) -> Iterator[Change]:
-        yield from self._changes
+        yield from next(iter(self._direct.values())).changes() if self._direct else self._changes
 
 
 def _finish(writer: FrameWriter, out: Tensor, device: torch.device) -> None:

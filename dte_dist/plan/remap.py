@@ -24,7 +24,7 @@ import numpy as np
 from dte_dist.plan.overlap import Axis, Overlap, overlap_of
 from dte_dist.plan.space import FlatSpace
 
-__all__ = ["Remap", "build_remaps", "meetings"]
+__all__ = ["Remap", "build_remaps", "meetings", "moves_nothing"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -90,6 +90,14 @@ def build_remaps(source: FlatSpace, receiver: FlatSpace) -> tuple[Remap, ...]:
     layer = _layers(begin[order], end[order])
     chosen = [order[layer == number] for number in range(int(layer.max()) + 1)]
     return tuple(patterns.remap(which[pick], start[pick], target[pick]) for pick in chosen)
+
+
+def moves_nothing(remaps: Sequence[Remap], numel: int) -> bool:
+    """Return whether each of the `numel` positions of a space becomes the same position of the other, and no other."""
+    if len(remaps) != 1 or len(remaps[0].begin) != 1:
+        return False
+    remap = remaps[0]
+    return bool(remap.begin[0] == 0 and remap.end[0] == numel and remap.shift[0] == 0 and remap.axes[0] == 0)
 
 
 def meetings(source: np.ndarray, receiver: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
