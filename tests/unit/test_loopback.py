@@ -44,3 +44,18 @@ def test_loopback_waits_drops_and_closes() -> None:
     transport.close()
     with pytest.raises(ChannelClosed):
         transport.send(Payload(4, -1, True, {}), timeout=1.0)
+
+
+def test_each_sender_has_its_own_payloads() -> None:
+    transport = LoopbackTransport(history=2)
+    for version in (1, 2, 3):
+        transport.send(Payload(version, -1, True, {}, sender=5), timeout=1.0)
+    transport.send(Payload(1, -1, True, {}, 9), timeout=1.0)
+    assert transport.receive(1, timeout=1.0).lineage == 9
+    assert transport.receive(3, sender=5, timeout=1.0).sender == 5
+    with pytest.raises(VersionGap, match="ranks 5"):
+        transport.receive(1, sender=5, timeout=1.0)
+    with pytest.raises(PeerLost, match="ranks 0"):
+        transport.receive(3, timeout=0.01)
+    with pytest.raises(PeerLost, match="got nothing"):
+        transport.receive(3, sender=2, timeout=0.01)
