@@ -170,7 +170,7 @@ class PairLane:
     chunks: Sequence[Chunk]
     into: Mapping[int, Sequence[Remap]]
     back: Mapping[int, Sequence[Remap]]
-    is_own_space: bool
+    is_own_space: bool = False
 
     def fetch(self, width: int, first: int, length: int, known: Snapshot) -> Tensor:
         """Return the known bits of elements [first, first + length) of the lane's space."""
@@ -194,10 +194,11 @@ class PairLanes(Lanes):
         self.chunks = [(number, chunk) for number, lane in sorted(lanes.items()) for chunk in lane.chunks]
 
     def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
-        direct = {
-            number: _RelayOutbox(self._source, self._lanes[number].chunks, step_of_lane(step, number), known, chooser) for number in self._own
-        }
-        return _PairOutbox(self._source, self._lanes, direct, step, known, chooser)
+        def alone(number: int) -> _RelayOutbox:
+            return _RelayOutbox(self._source, self._lanes[number].chunks, step_of_lane(step, number), known, chooser)
+
+        translated = {number: lane for number, lane in self._lanes.items() if number not in self._own}
+        return _PairOutbox(self._source, translated, step, known, chooser, direct={number: alone(number) for number in self._own})
 
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
         lane_ = self._lanes[lane]
@@ -227,11 +228,12 @@ class _PairOutbox(Outbox):
     """Takes changes for several lanes; those that have the source's own space have an outbox of their own."""
 
     def __init__(
-        self, source: int, lanes: Mapping[int, PairLane], direct: Mapping[int, _RelayOutbox], step: Step, known: Snapshot, chooser: Chooser
-    ) -> None:
+        self, source: int, lanes: Mapping[int, PairLane], step: Step, known: Snapshot, chooser: Chooser,
+        *, direct: Mapping[int, _RelayOutbox],
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._source, self._step, self._known, self._chooser, self._direct = source, step, known, chooser, direct
-        self._lanes = {number: lane for number, lane in lanes.items() if number not in direct}
+        self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, chooser
+        self._direct = direct
         self._found: dict[tuple[int, int], _Found] = {}
         self._changes: list[Change] = []
 
