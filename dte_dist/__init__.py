@@ -18,6 +18,7 @@ from dte_dist.errors import (
 )
 from dte_dist.layout import Layout, ShardSpec
 from dte_dist.plan import Plan, TransferOp, remap_delta_indices
+from dte_dist.plan.model_map import Holding
 from dte_dist.report import SyncReport
 from dte_dist.transport.base import Payload, Transport
 from dte_dist.transport.loopback import LoopbackTransport
@@ -32,6 +33,7 @@ __all__ = [
     "DeltaWork",
     "Detector",
     "FrameError",
+    "Holding",
     "Layout",
     "LayoutMismatch",
     "LoopbackTransport",

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import dte_dist
 from dte_dist import DeltaEngine, Layout, Payload, PeerLost, Plan, ProcessGroupTransport
@@ -21,7 +23,7 @@ from dte_dist.transport.groups import Wire
 from dte_dist.transport.packing import Arrival, Packed
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Outcome, Ranks
-from tests.distributed.tools import caught, same
+from tests.distributed.tools import caught, digest, same
 
 WORLD, PATIENCE, SHORT = 4, 30.0, 4.0
 STATE: dict[str, Any] = {}
@@ -324,6 +326,45 @@ def test_what_a_rank_sends_itself_does_not_travel(ranks: Ranks) -> None:
     """Ranks 0 and 1 swap their rows; 2 and 3 are their own receivers, and meet nobody."""
     sent = ranks.run(shards, True)
     assert [set(each) for each in sent] == [{1}, {0}, set(), set()]
+
+
+def as_a_user_would(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Two trainers with DTensors on a mesh, two rollout ranks cut the other way; every rank knows only what it holds itself."""
+    trainers, rollouts = [0, 1], [2, 3]
+    mine, dim = (trainers, 0) if rank in trainers else (rollouts, 1)
+    mesh = DeviceMesh("cpu", mine, _init_backend=False, _rank=rank)
+    full = {"w": torch.randn(7, 5, generator=torch.Generator().manual_seed(1)), "b": torch.arange(3.0)}
+    parts = {name: tensor.chunk(2, min(dim, tensor.dim() - 1))[mine.index(rank)].clone() for name, tensor in full.items()}
+    cut = {name: [Shard(min(dim, full[name].dim() - 1))] for name in full}
+    if rank in rollouts:
+        parts = {name: torch.zeros_like(part) for name, part in parts.items()}
+    module = torch.nn.Module()
+    for name, part in parts.items():
+        tensor = DTensor.from_local(part, mesh, cut[name], run_check=False, shape=full[name].shape, stride=full[name].stride())
+        module.register_parameter(name, torch.nn.Parameter(tensor))
+    layout = Layout.from_module(module)
+    held: list[Any] = [None] * world
+    dist.all_gather_object(held, dte_dist.Holding(layout.manifest, layout.coordinates))
+    plan = Plan.between({each: held[each] for each in trainers}, {each: held[each] for each in rollouts})
+    transport = ProcessGroupTransport(plan=plan, timeout=PATIENCE)
+    engine = DeltaEngine(transport, plan=plan, rank=rank, timeout=PATIENCE)
+    for version in range(3):
+        if rank in trainers:
+            engine.push(layout, version)
+            parts["w"][version, version] += 1
+        else:
+            engine.pull(layout, version)
+        if version < 2:
+            full["w"][version, version] += 1
+            full["w"][4 + version, version] += 1
+    transport.close()
+    expected = [digest(tensor.chunk(2, min(dim, tensor.dim() - 1))[mine.index(rank)].contiguous()) for tensor in full.values()]
+    return [digest(part) for part in parts.values()], expected
+
+
+def test_as_a_user_would(ranks: Ranks) -> None:
+    for got, expected in ranks.run(as_a_user_would)[2:]:
+        assert got == expected
 
 
 def lonely(rank: int, world: int) -> None:
