@@ -15,7 +15,7 @@ from dte_dist import LoopbackTransport
 from tests.distributed.cases import make_case
 from tests.distributed.shares import VERSIONS, peers_and_plan
 
-WORLD, CASES, BATCH = 10, 240, 80
+WORLD, CASES, BATCH = 10, 240, 60
 
 
 def run_case(seed: str) -> list[str]:
