@@ -14,6 +14,7 @@ segments of a width: distances have to be taken where the known bits are at hand
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -22,9 +23,7 @@ from dte_dist.codec.index import BITMAP, DENSE, EF, I32, INDEX_CODECS, U16, Inde
 from dte_dist.codec.value import MOST_RELATIVE, PLANES, RAW, ULP, ULP8, VALUE_CODECS, ValueCodec, Values
 from dte_dist.kernels.planes import words
 
-__all__ = ["FAST", "Chooser", "Pair"]
-
-Pair = tuple[IndexCodec, ValueCodec]
+__all__ = ["FAST", "Chooser"]
 
 _Codec = TypeVar("_Codec", IndexCodec, ValueCodec)
 
@@ -62,7 +61,8 @@ class Chooser:
     bytes_per_second: float | None = None
     ratio: float = 1.0
     _index: tuple[IndexCodec, ...] = field(init=False, repr=False, compare=False)
-    _value: tuple[ValueCodec, ...] = field(init=False, repr=False, compare=False)
+    _absolute: tuple[ValueCodec, ...] = field(init=False, repr=False, compare=False)
+    _relative: tuple[ValueCodec, ...] = field(init=False, repr=False, compare=False)
     _byte: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,62 +73,77 @@ class Chooser:
         timed = self.codec == "auto" and self.bytes_per_second is not None
         index, value = _codecs(self.codec, timed)
         object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_absolute", tuple(codec for codec in value if not codec.relative))
+        object.__setattr__(self, "_relative", tuple(codec for codec in value if codec.relative))
         object.__setattr__(self, "_byte", 1 / self.bytes_per_second if timed and self.bytes_per_second else 0.0)
 
     def relative(self, width: int) -> bool:
         """Return whether elements of this width are written as distances."""
-        if width > MOST_RELATIVE or not any(codec.relative for codec in self._value):
+        if width > MOST_RELATIVE or not self._relative:
             return False
-        return RAW not in self._value or (width - _TYPICAL) * self._byte > _SECONDS[PLANES] - _SECONDS[RAW]
+        return not self._absolute or (width - _TYPICAL) * self._byte > _SECONDS[PLANES] - _SECONDS[RAW]
 
-    def pair(self, count: int, length: int, values: Values) -> Pair:
-        """Return how `count` changes of `length` elements are written as changes; dense only if all are present.
+    def choose(self, count: int, length: int, values: Values, *, whole: bool) -> tuple[IndexCodec, ValueCodec, bool]:
+        """Return how a segment with `count` changes in `length` elements is written, and whether it is sent whole though not all changed.
 
         Args:
             count: at least 1.
             length: of the segment.
             values: one for each change; distances if `relative`.
+            whole: whether it can be sent whole.
         """
-        sparse = [codec for codec in self._index if codec is not DENSE] or [U16, I32]
-        index = DENSE if count == length else min(sparse, key=lambda codec: self._cost(codec, codec.size(count, length), count))
-        codecs = self._values_of(values)
-        value = codecs[0] if len(codecs) == 1 else min(codecs, key=lambda codec: self._cost(codec, codec.size(values), count))
-        if index is DENSE and value.size(values) > length * values.width:
-            value = ULP if values.relative else RAW
-        return index, value
+        if count == length:
+            value, size, _ = self._value_of(values)
+            return DENSE, value if size <= length * values.width else _as_they_are(values), False
+        index, index_size, index_cost = self._index_of(count, length)
+        value, value_size, value_cost = self._value_of(values)
+        if whole:
+            size = index_size + value_size
+            best, cost = self._whole_of(count, length, values, size)
+            must = DENSE in self._index or size >= self.ratio * length * values.width
+            if must or cost <= index_cost + value_cost:
+                return DENSE, best, True
+        return index, value, False
 
-    def whole(self, pair: Pair, count: int, length: int, values: Values) -> ValueCodec | None:
-        """Return the value codec with which the whole segment is better sent; None if it is better written as `pair`.
+    def _index_of(self, count: int, length: int) -> tuple[IndexCodec, int, float]:
+        """Return the best codec of positions, its bytes and its cost."""
+        best: IndexCodec = I32
+        least, cost = 0, math.inf
+        for codec in self._index if self._index != (DENSE,) else (U16, I32):
+            size = codec.size(count, length)
+            each = size * self._byte + count * _SECONDS[codec] if self._byte else size
+            if each < cost:
+                best, least, cost = codec, size, each
+        return best, least, cost
 
-        Args:
-            pair, count, length, values: of the changes.
-        """
-        index, value = pair
-        if index is DENSE:
-            return None
-        size, dense = index.size(count, length) + value.size(values), length * values.width
+    def _value_of(self, values: Values) -> tuple[ValueCodec, int, float]:
+        """Return the best codec of values, its bytes and its cost."""
+        best, least, cost = _as_they_are(values), values.count * values.width, math.inf
+        for codec in self._relative if values.relative else self._absolute:
+            size = codec.size(values)
+            each = size * self._byte + values.count * _SECONDS[codec] if self._byte else size
+            if each < cost:
+                best, least, cost = codec, size, each
+        if cost == math.inf:
+            cost = least * self._byte + values.count * _SECONDS[best] if self._byte else least
+        return best, least, cost
+
+    def _whole_of(self, count: int, length: int, values: Values, size: int) -> tuple[ValueCodec, float]:
+        """Return the best codec of all elements of a segment, and its cost; `size` is that of the changes alone."""
+        dense = length * values.width
         best: ValueCodec = RAW
-        least = self._dense_cost(RAW, dense, length)
+        cost = dense * self._byte + length * _DENSE_SECONDS[RAW] if self._byte else dense
         # Two planes at least are needed: where the changes take less, nothing more has to be measured.
-        for codec in self._values_of(values) if values.relative and size > 2 * words(length) else ():
+        for codec in self._relative if values.relative and size > 2 * words(length) else ():
             whole = codec.size(values, length - count)
-            if whole < dense and self._dense_cost(codec, whole, length) < least:
-                best, least = codec, self._dense_cost(codec, whole, length)
-        if DENSE in self._index or size >= self.ratio * dense:
-            return best
-        cost = self._cost(index, index.size(count, length), count) + self._cost(value, value.size(values), count)
-        return best if least <= cost else None
+            each = whole * self._byte + length * _DENSE_SECONDS[codec] if self._byte else whole
+            if whole < dense and each < cost:
+                best, cost = codec, each
+        return best, cost
 
-    def _values_of(self, values: Values) -> list[ValueCodec]:
-        """Return the codecs that can write these values; whatever they are, they can be written as they are."""
-        return [codec for codec in self._value if codec.relative == values.relative] or [ULP if values.relative else RAW]
 
-    def _cost(self, codec: IndexCodec | ValueCodec, size: int, count: int) -> float:
-        return size * self._byte + count * _SECONDS[codec] if self._byte else size
-
-    def _dense_cost(self, codec: ValueCodec, size: int, length: int) -> float:
-        return size * self._byte + length * _DENSE_SECONDS[codec] if self._byte else size
+def _as_they_are(values: Values) -> ValueCodec:
+    return ULP if values.relative else RAW
 
 
 def _codecs(codec: str, timed: bool) -> tuple[tuple[IndexCodec, ...], tuple[ValueCodec, ...]]:

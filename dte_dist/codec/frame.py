@@ -21,10 +21,10 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
 from dte_dist.codec import head as heads
-from dte_dist.codec.choose import FAST, Chooser, Pair
+from dte_dist.codec.choose import FAST, Chooser
 from dte_dist.codec.head import AGAIN, CHECKSUM_WORD, ENTRY, HEAD, FrameHead
 from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict
-from dte_dist.codec.value import MOST_RELATIVE, RAW, VALUE_CODECS, Terms, ValueCodec, Values
+from dte_dist.codec.value import MOST_RELATIVE, NO_TERMS, RAW, VALUE_CODECS, Terms, ValueCodec, Values
 from dte_dist.errors import FrameError
 
 __all__ = ["FrameWriter", "Segment", "dense_size", "read_frame", "read_own"]
@@ -115,18 +115,12 @@ class FrameWriter:
         if relative and (self._head.seed or self._head.width > MOST_RELATIVE):
             raise ValueError("a seed, and elements of 8 bytes, are not written as distances")
         of_changes = Values(values, relative)
-        pair = self._chooser.pair(count, length, of_changes)
-        whole = self._chooser.whole(pair, count, length, of_changes) if known is not None else None
-        if known is None or whole is None:
-            self._write(first, length, pair, positions, of_changes)
-        else:
-            self._write(first, length, (DENSE, whole), positions, _spread(known, length, positions, of_changes, whole.relative))
-
-    def _write(self, first: int, length: int, pair: Pair, positions: Tensor, values: Values) -> None:
-        index, value = pair
+        index, value, whole = self._chooser.choose(count, length, of_changes, whole=known is not None)
+        if whole and known is not None:
+            of_changes = _spread(known, length, positions, of_changes, value.relative)
         index_stream, low = (None, 0) if index is DENSE else index.encode(positions, length)
-        value_stream, terms = value.encode(values)
-        self._append((first, length, values.count), pair, low, terms, index_stream, value_stream)
+        value_stream, terms = value.encode(of_changes)
+        self._append((first, length, of_changes.count), (index, value), low, terms, index_stream, value_stream)
 
     def add_dense(self, first: int, bits: Tensor) -> None:
         """Add the bits of all elements [first, first + len(bits)); they must stay as they are until `finish`.
@@ -138,7 +132,7 @@ class FrameWriter:
             part = bits[low : low + _MOST_ELEMENTS]
             self._check(first + low, part.numel(), part)
             where = first + low, part.numel(), part.numel()
-            self._append(where, (DENSE, RAW), 0, Terms(), None, part.contiguous().view(torch.uint8))
+            self._append(where, (DENSE, RAW), 0, NO_TERMS, None, part.contiguous().view(torch.uint8))
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """Return the frame: uint8, a multiple of 8 bytes; of no bytes at all if nothing was added.
@@ -165,7 +159,9 @@ class FrameWriter:
         if bits.dtype != BITS[self._head.width]:
             raise ValueError(f"a frame of width {self._head.width} takes {BITS[self._head.width]}, not {bits.dtype}")
 
-    def _append(self, where: tuple[int, int, int], pair: Pair, low: int, terms: Terms, *streams: Tensor | None) -> None:
+    def _append(
+        self, where: tuple[int, int, int], pair: tuple[IndexCodec, ValueCodec], low: int, terms: Terms, *streams: Tensor | None
+    ) -> None:
         self.codecs[f"{pair[0].name}+{pair[1].name}"] += 1
         sizes = [0 if stream is None else stream.numel() for stream in streams]
         of_pair = pair[0].number, pair[1].number, low, terms.shift, terms.spread, 0, terms.far, terms.further

@@ -14,9 +14,8 @@ distances to it. They exist for elements of 1, 2 and 4 bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +26,13 @@ from dte_dist.codec.index import Verdict, check_size
 from dte_dist.errors import FrameError
 from dte_dist.kernels.planes import CLASSES, MOST_LOW, Classes, Planes, ef_size, low_size, padded, words
 
-__all__ = ["MOST_RELATIVE", "PLANES", "RAW", "ULP", "ULP8", "VALUE_CODECS", "Terms", "ValueCodec", "Values"]
+__all__ = ["MOST_RELATIVE", "NO_TERMS", "PLANES", "RAW", "ULP", "ULP8", "VALUE_CODECS", "Terms", "ValueCodec", "Values"]
 
 MOST_RELATIVE: Final = 4
 """Bytes of the widest elements that have distances."""
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """What the table says of a stream of values, beside its size; all 0 but for `planes` (see `kernels.planes.Planes`).
 
     Attributes:
@@ -47,6 +45,9 @@ class Terms:
     spread: int = 0
     far: int = 0
     further: int = 0
+
+
+NO_TERMS: Final = Terms()
 
 
 class Values:
@@ -115,11 +116,11 @@ class Whole:
         return (values.count + zeros) * values.width
 
     def encode(self, values: Values) -> tuple[Tensor, Terms]:
-        return values.values.clone(memory_format=torch.contiguous_format).view(torch.uint8), Terms()
+        return values.values.clone(memory_format=torch.contiguous_format).view(torch.uint8), NO_TERMS
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
         check_size(self.name, stream, count * dtype.itemsize)
-        _check_terms(self.name, terms, terms == Terms())
+        _check_terms(self.name, terms, terms == NO_TERMS)
         return stream.view(dtype), True
 
 
@@ -132,10 +133,10 @@ class Ulp8:
         return padded(values.count + zeros) + values.width * int(values.classes.numbers[CLASSES])
 
     def encode(self, values: Values) -> tuple[Tensor, Terms]:
-        return kernels.codecs_on(values.values.device).encode_ulp8(values.classes, values.width), Terms()
+        return kernels.codecs_on(values.values.device).encode_ulp8(values.classes, values.width), NO_TERMS
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
-        _check_terms(self.name, terms, terms == Terms())
+        _check_terms(self.name, terms, terms == NO_TERMS)
         escapes = _escapes(self.name, stream, padded(count), dtype.itemsize, count)
         return kernels.codecs_on(stream.device).decode_ulp8(stream, count, dtype, escapes)
 

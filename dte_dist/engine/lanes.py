@@ -3,7 +3,7 @@
 A lane is one stream of frames that some receivers get. Every frame covers one chunk of the lane's space.
 
 * `RelayLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the changes are found, and the
-  changes are read back from them at commit.
+  changes are read back from them at commit. Neighbouring segments of like density are written as one (`engine.joined`).
 * `PairLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver have in common
   (`plan.pairs`). Changes are translated into every lane; their frames are made when all are known. A lane for receivers that hold
   all that the source has needs no translation: its frames are made as on the broadcast route.
@@ -13,6 +13,7 @@ The order of frames is that of lanes, then chunks: it is the order of the sizes 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from dte_dist import kernels
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.codec import FAST, Chooser, FrameWriter, Segment, read_own
 from dte_dist.engine.chain import Step
+from dte_dist.engine.joined import Joiner, join_alike
 from dte_dist.plan.remap import Remap
 from dte_dist.plan.schedule import Chunk
 
@@ -117,13 +119,12 @@ class _RelayOutbox(Outbox):
         super().__init__()
         self._heads = [step.head(source, len(chunks), chunk) for chunk in chunks]
         self._known, self._chooser = known, chooser
+        self._joiner = Joiner(chooser, known.device)
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
     def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
-        writer, known = self._writer_of(chunk.number), self._known.bits[chunk.width][first : first + length]
-        values, relative = _values(known, found, self._chooser)
-        writer.add(first, length, found[0], values, relative=relative, known=known.clone)
+        self._joiner.add(self._writer_of(chunk.number), self._known.bits[chunk.width], first, length, found)
 
     def _writer_of(self, number: int) -> FrameWriter:
         """Return the writer of a chunk; the frames before it are finished, so that one is in the making at a time."""
@@ -135,7 +136,9 @@ class _RelayOutbox(Outbox):
 
     def _finish(self, until: int) -> None:
         while len(self._frames) < until:
-            writer, self._writer = self._writer_of(len(self._frames)), None
+            number = len(self._frames)
+            writer, self._writer = self._writer_of(number), None
+            self._joiner.flush(writer, self._known.bits[self._heads[number].width])
             self._frames.append(writer.finish())
             self.codecs.update(writer.codecs)
 
@@ -147,13 +150,6 @@ class _RelayOutbox(Outbox):
         for frame in self._frames:
             if len(frame):
                 yield from read_own(frame)
-
-
-def _values(known: Tensor, found: tuple[Tensor, Tensor], chooser: Chooser) -> tuple[Tensor, bool]:
-    """Return the bits found, or, if the chooser wants them, their distances from the known bits of the segment; and which it is."""
-    positions, bits = found
-    relative = chooser.relative(bits.element_size())
-    return kernels.codecs_on(known.device).distances(known, positions, bits) if relative else bits, relative
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +243,10 @@ class _PairOutbox(Outbox):
             self._changes.append((chunk.width, Segment(first, length, positions.clone(), bits.clone())))
         if not self._lanes:
             return
-        values, _ = _values(self._known.bits[chunk.width][first : first + length], found, self._chooser)
+        values = bits
+        if self._chooser.relative(chunk.width):
+            known = self._known.bits[chunk.width][first : first + length]
+            values = kernels.codecs_on(known.device).distances(known, positions, bits)
         translate = kernels.remaps_on(positions.device).translate
         for number, lane in self._lanes.items():
             for remap in lane.into.get(chunk.width, ()):
@@ -280,13 +279,13 @@ class _PairOutbox(Outbox):
         positions, values = found.sorted()
         segments = [segment for chunk in chunks for segment in chunk.segments()]
         starts = torch.tensor([first for first, _ in segments] + [sum(segments[-1])], dtype=torch.int64, device=device)
-        cuts = iter(np.diff(borders := torch.searchsorted(positions, starts).tolist()).tolist())
-        at = borders[0]
+        borders = torch.searchsorted(positions, starts).tolist()
+        counts, at = iter(np.diff(borders).tolist()), borders[0]
         for chunk in chunks:
             writer = FrameWriter(step.head(self._source, len(lane.chunks), chunk), device, self._chooser)
             relative = self._chooser.relative(chunk.width)
-            for first, length in chunk.segments():
-                count = next(cuts)
+            parts = list(chunk.segments())
+            for first, length, count in join_alike(parts, itertools.islice(counts, len(parts))):
                 here = (positions[at : at + count] - first).to(torch.int32)
                 known = partial(lane.fetch, chunk.width, first, length, self._known)
                 writer.add(first, length, here, values[at : at + count], relative=relative, known=known)

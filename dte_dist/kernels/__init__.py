@@ -131,17 +131,21 @@ def on(device: torch.device | str) -> ModuleType:
         >>> on("cpu").__name__
         'dte_dist.kernels.cpu'
     """
-    return _module("cpu" if torch.device(device).type == "cpu" else "torch_ops")
+    return _module("cpu" if _is_cpu(device) else "torch_ops")
 
 
 def remaps_on(device: torch.device | str) -> ModuleType:
     """Return the module of the kernels `translate`, `place` and `fetch` for tensors of a device."""
-    return _module("cpu_remap" if torch.device(device).type == "cpu" else "torch_remap")
+    return _module("cpu_remap" if _is_cpu(device) else "torch_remap")
 
 
 def codecs_on(device: torch.device | str) -> ModuleType:
     """Return the module of the kernels of the codecs for tensors of a device."""
-    return _module("cpu_codecs" if torch.device(device).type == "cpu" else "torch_codecs")
+    return _module("cpu_codecs" if _is_cpu(device) else "torch_codecs")
+
+
+def _is_cpu(device: torch.device | str) -> bool:
+    return (device if isinstance(device, torch.device) else torch.device(device)).type == "cpu"
 
 
 @cache

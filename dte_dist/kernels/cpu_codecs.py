@@ -46,13 +46,14 @@ def plan(classes: Classes, width: int, zeros: int = 0) -> Planes:
     return Planes(*chosen.tolist())
 
 
-def distances(known: Tensor, positions: Tensor, bits: Tensor) -> Tensor:
+def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
     """Return how far bits are, in the order of docs/protocol.md, from those that an array has at these positions.
 
     Args:
         known: bits, of fewer than 2^31 elements.
         positions: int32.
         bits: one bit pattern per position.
+        out: where to write, as large as `bits`; None for a new tensor.
 
     Returns:
         Differences modulo the range of the dtype of `bits`, in that dtype.
@@ -65,10 +66,10 @@ def distances(known: Tensor, positions: Tensor, bits: Tensor) -> Tensor:
         >>> distances(known, torch.tensor([1], dtype=torch.int32), bits).tolist()
         [-1]
     """
-    out, count = torch.empty_like(bits), len(positions)
+    out, count = torch.empty_like(bits) if out is None else out, len(positions)
     done = codec_loops.distances(
         SAMPLES[bits.dtype], _TOPS[bits.dtype], _address(known, 0, bits.dtype), len(known), _address(positions, dtype=torch.int32),
-        _address(bits, count), count, out.data_ptr(),
+        _address(bits, count), count, _address(out, count, bits.dtype),
     )  # fmt: skip
     _check_done(done, positions, len(known))
     return out

@@ -6,7 +6,7 @@ The formulas are those of docs/protocol.md. The numba loops use the same ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
@@ -24,7 +24,7 @@ FURTHEST: Final = 256
 """A distance whose high part is at least this is written whole."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Classes:
     """Distances of one segment, and how many there are of each size.
 
@@ -39,8 +39,7 @@ class Classes:
     numbers: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class Planes:
+class Planes(NamedTuple):
     """How distances are written as planes of bits. With m = |distance| - 1 and h = m >> shift:
 
     Attributes:

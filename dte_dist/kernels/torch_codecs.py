@@ -42,9 +42,10 @@ def add(bits: Tensor, distances: Tensor) -> Tensor:
     return _ordered(_ordered(bits) + _signed(distances)).view(bits.dtype)
 
 
-def distances(known: Tensor, positions: Tensor, bits: Tensor) -> Tensor:
+def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
     """Return how far bits are from those that an array has at these positions; a position outside it is an error of the device."""
-    return subtract(bits, known.index_select(0, positions))
+    found = subtract(bits, known.index_select(0, positions))
+    return found if out is None else out.copy_(found)
 
 
 def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
