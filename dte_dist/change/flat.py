@@ -8,19 +8,23 @@ one pass over the list at C speed and keeps no address from one sync to the next
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from copy import copy
+from operator import ne
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist import kernels
+from dte_dist.kernels import BITS
+from dte_dist.kernels.table import PLAIN, Table
 from dte_dist.layout import LocalTensors
 
 __all__ = ["BITS", "FlatTensors", "starts_of"]
 
-BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype that bits of one width are looked at through."""
+_ROUNDED: Final = (torch.float32, torch.bfloat16)
 
 
 def starts_of(numels: Sequence[int]) -> np.ndarray:
@@ -39,24 +43,25 @@ class FlatTensors:
     """Tensors of one element width, laid end to end in row-major order, without moving them.
 
     Args:
-        tensors: tensors of one device whose elements all have `width` bytes; any shape, dtype and strides.
-        width: bytes of one element (1, 2, 4 or 8).
+        tensors: tensors of one device; any shape, dtype and strides.
+        width: bytes of one element (1, 2, 4 or 8), as it lies or, after `read_as`, as it is read.
         starts: position of each tensor's first element, if known.
         known: addresses, and whether each is contiguous, if known.
 
     Attributes:
         tensors: the tensors, as given.
         starts: int64[len(tensors) + 1], position of each tensor's first element; the last is the total.
-        addresses: int64[len(tensors)], memory address of each tensor; 0 for one that is empty or not contiguous.
-        strided: indices of the tensors that are not contiguous, whose elements must be reached through `view`.
+        table: where they lie, for the loops over CPU memory.
+        dtypes: of each tensor as it is read, where some are cast; None if the bits are read as they lie.
+        cast: bool[len(tensors)], whether torch must cast a tensor first; the loops themselves round fp32 to bf16.
 
     Example:
         >>> flat = FlatTensors([torch.zeros(2, 3), torch.ones(4)], 4)
-        >>> flat.starts.tolist(), list(flat.spans(4, 8))
-        ([0, 6, 10], [(0, 4, 6), (1, 0, 2)])
+        >>> flat.starts.tolist(), [column.tolist() for column in flat.spans(4, 8)]
+        ([0, 6, 10], [[0, 1], [4, 0], [6, 2]])
     """
 
-    __slots__ = ("addresses", "device", "starts", "strided", "tensors", "width")
+    __slots__ = ("cast", "device", "dtypes", "starts", "table", "tensors", "width")
 
     def __init__(
         self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: tuple[np.ndarray, np.ndarray] | None = None
@@ -68,15 +73,37 @@ class FlatTensors:
         if known is None:
             local = LocalTensors.of(self.tensors)
             known = local.addresses, local.contiguous
-        self.addresses, contiguous = known
-        self.addresses[~contiguous] = 0
-        self.strided = tuple(np.flatnonzero(~contiguous).tolist())
+        self.table = Table(self.tensors, self.starts, *known)
+        self.dtypes: tuple[torch.dtype, ...] | None = None
+        self.cast = np.zeros(len(self.tensors), np.bool_)
 
     @classmethod
     def part(cls, local: LocalTensors, entries: np.ndarray, width: int, starts: np.ndarray) -> FlatTensors:
         """Lay out some of a layout's tensors, by their indices, without asking each of them again."""
         tensors = local.tensors
         return cls([tensors[entry] for entry in entries.tolist()], width, starts, (local.addresses[entries], local.contiguous[entries]))
+
+    def read_as(self, dtypes: Sequence[torch.dtype]) -> FlatTensors:
+        """Return the same tensors to be read as these dtypes, each of `width` bytes; they are not to be written if one is cast.
+
+        Example:
+            >>> flat = FlatTensors([torch.ones(2), torch.ones(3, dtype=torch.float16)], 2).read_as([torch.bfloat16, torch.float16])
+            >>> kernels.on("cpu").read(flat, 0, bits := torch.zeros(5, dtype=torch.int16))
+            >>> bits[:2].view(torch.bfloat16).tolist()
+            [1.0, 1.0]
+        """
+        own = [tensor.dtype for tensor in self.tensors]
+        if own == list(dtypes):
+            return self
+        whole = self.table.kinds == PLAIN
+        cast = np.fromiter(map(ne, own, dtypes), np.bool_, len(own))
+        rounded = np.zeros(len(own), np.bool_)
+        if self.device.type == "cpu" and kernels.rounds_as_torch():
+            rounded = whole & np.fromiter([pair == _ROUNDED for pair in zip(own, dtypes, strict=True)], np.bool_, len(own))
+        flat = copy(self)
+        flat.dtypes, flat.cast = tuple(dtypes), cast & ~rounded
+        flat.table = Table(self.tensors, self.starts, self.table.addresses, whole | cast, rounded)
+        return flat
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -85,13 +112,15 @@ class FlatTensors:
         """Return tensor `index` as integers of this width: same shape and strides, no copy, no autograd."""
         return self.tensors[index].detach().view(BITS[self.width])
 
-    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, low, high) for each tensor that overlaps [begin, end); low and high count from its own start."""
-        index = int(np.searchsorted(self.starts, begin, side="right")) - 1
-        while begin < end:
-            start, stop = int(self.starts[index]), int(self.starts[index + 1])
-            high = min(end, stop)
-            if high > begin:
-                yield index, begin - start, high - start
-                begin = high
-            index += 1
+    def spans(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return which tensors overlap [begin, end), and the part [low, high) of each, counted from its own start.
+
+        Returns:
+            int64 indices, low and high, ascending; empty parts are left out.
+        """
+        first = int(np.searchsorted(self.starts, begin, side="right")) - 1
+        last = max(first, int(np.searchsorted(self.starts, end, side="left")))
+        starts = self.starts[first : last + 1]
+        low, high = np.maximum(starts[:-1], begin) - starts[:-1], np.minimum(starts[1:], end) - starts[:-1]
+        some = np.flatnonzero(high > low)
+        return first + some, low[some], high[some]

@@ -46,18 +46,15 @@ class Snapshot:
         self.bits = {width: torch.empty(total, dtype=BITS[width], device=device) for width, total in totals.items()}
         room = {width: min(total, most) for width, total in totals.items()}
         self._positions = torch.empty(max(room.values(), default=0), dtype=torch.int32, device=device)
-        self._scratch = torch.empty(max((width * n for width, n in room.items()), default=0), dtype=torch.uint8, device=device)
-        self._found = torch.empty_like(self._scratch)
+        self._found = torch.empty(max((width * n for width, n in room.items()), default=0), dtype=torch.uint8, device=device)
 
     def move(self, device: torch.device) -> None:
         """Move to another device, as the live tensors did."""
         self.device, self._kernels = device, kernels.on(device)
         self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
-        self._positions, self._scratch, self._found = (buffer.to(device) for buffer in (self._positions, self._scratch, self._found))
+        self._positions, self._found = self._positions.to(device), self._found.to(device)
 
-    def changes(
-        self, live: LiveSpace, width: int, first: int, length: int, detector: Detector | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def changes(self, live: LiveSpace, width: int, first: int, length: int, detector: Detector | None = None) -> tuple[Tensor, Tensor]:
         """Return the sorted positions (int32, counted from `first`) that differ from the snapshot, and their live bits.
 
         Both are views of buffers that the next call uses again. `detector` is the caller's own search, None compares all.
@@ -66,12 +63,11 @@ class Snapshot:
             ValueError: the caller's detector returned something else than ascending positions of the segment.
         """
         known = self.bits[width][first : first + length]
-        flat, begin = live.window(first, first + length, self._scratch)
         found = self._found[: length * width].view(BITS[width])
         if detector is None:
-            count = self._kernels.diff(flat, begin, begin + length, known, self._positions, found)
+            count = self._kernels.diff(live.flat, first, first + length, known, self._positions, found)
             return self._positions[:count], found[:count]
-        self._kernels.read(flat, begin, found)
+        self._kernels.read(live.flat, first, found)
         positions = detector(found.clone(), known.clone())
         if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"a detector returns int32 or int64 positions in one dimension, got {positions.dtype}{list(positions.shape)}")
@@ -82,16 +78,14 @@ class Snapshot:
 
     def whole(self, live: LiveSpace, width: int, first: int, length: int) -> Tensor:
         """Return the live bits of a segment."""
-        flat, begin = live.window(first, first + length, self._scratch)
         found = torch.empty(length, dtype=BITS[width], device=self.device)
-        self._kernels.read(flat, begin, found)
+        self._kernels.read(live.flat, first, found)
         return found
 
     def refresh(self, live: LiveSpace, width: int, segments: Iterable[tuple[int, int]]) -> None:
         """Take over the live bits of whole segments, given as (first, length)."""
         for first, length in segments:
-            flat, begin = live.window(first, first + length, self._scratch)
-            self._kernels.read(flat, begin, self.bits[width][first : first + length])
+            self._kernels.read(live.flat, first, self.bits[width][first : first + length])
 
     def write(self, width: int, first: int, positions: Tensor | None, bits: Tensor) -> None:
         """Take over bits at positions counted from `first`, or of all elements from `first` on if positions is None."""

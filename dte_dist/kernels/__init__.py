@@ -42,13 +42,15 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `collect(remap, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
 | `add(bits, distances)`, `subtract(bits, known)` | element by element |
 
-`flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width. Bits are uint8, int16,
-int32 or int64 by width; positions are int32, and where they count in a whole flat space (`scatter`, `put`, `gather`,
-`sorted_below`) also int64. Arrays are 1-D and contiguous.
+`flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width; `diff` and `read` cast those
+that it says are read as another dtype. Bits are uint8, int16, int32 or int64 by width (`BITS`); positions are int32, and where they
+count in a whole flat space (`scatter`, `put`, `gather`, `sorted_below`) also int64. Arrays are 1-D and contiguous.
+
+The CPU kernels split large work over `torch.get_num_threads()` threads (`kernels.threads`); what they write is what one would write.
 
 The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits for the device, so
 a caller may collect many and ask once. Only its `diff` (to learn the count) and its `scatter` (to learn which tensors
-are touched) wait themselves, once a call,
+are touched, and again if the positions are not ascending) wait themselves, once a call,
 and so does `translate` of `torch_remap`, which `place` and `fetch` go through. Both modules leave every version counter of autograd as an in-place op would.
 """
 
@@ -57,19 +59,24 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType
-from typing import IO, Protocol
+from typing import IO, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Flat", "Tables", "codecs_on", "on", "remaps_on", "warm"]
+from dte_dist.kernels.table import Table
+
+__all__ = ["BITS", "Flat", "Tables", "codecs_on", "on", "remaps_on", "rounds_as_torch", "warm"]
+
+BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype that bits of one width are looked at through."""
 
 
 class Flat(Protocol):
@@ -80,15 +87,19 @@ class Flat(Protocol):
     @property
     def starts(self) -> np.ndarray: ...
     @property
-    def addresses(self) -> np.ndarray: ...
+    def table(self) -> Table: ...
     @property
-    def strided(self) -> Sequence[int]: ...
+    def dtypes(self) -> Sequence[torch.dtype] | None: ...
+    @property
+    def cast(self) -> np.ndarray: ...
+    @property
+    def device(self) -> torch.device: ...
     @property
     def width(self) -> int: ...
 
     def __len__(self) -> int: ...
     def view(self, index: int) -> Tensor: ...
-    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]: ...
+    def spans(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 
 
 class Tables(Protocol):
@@ -146,6 +157,11 @@ def codecs_on(device: torch.device | str) -> ModuleType:
 
 def _is_cpu(device: torch.device | str) -> bool:
     return (device if isinstance(device, torch.device) else torch.device(device)).type == "cpu"
+
+
+def rounds_as_torch() -> bool:
+    """Return whether the CPU loops cast fp32 to bf16 as torch does on this processor; `diff` and `read` do it themselves then."""
+    return bool(_module("cpu_arrays").rounds_as_torch())
 
 
 @cache

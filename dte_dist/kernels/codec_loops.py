@@ -20,11 +20,13 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from dte_dist.kernels.loops import find
+from dte_dist.kernels.loops import element, find
 from dte_dist.kernels.memory import at as _at
+from dte_dist.kernels.memory import column
 from dte_dist.kernels.memory import lowest as _lowest
 from dte_dist.kernels.memory import ones as _ones
 from dte_dist.kernels.planes import ef_size, low_size, padded, words
+from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 
 _U8, _I32, _U32, _I64, _U64 = np.uint8(0), np.int32(0), np.uint32(0), np.int64(0), np.uint64(0)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -445,27 +447,28 @@ def put_add(sample, top, array, length, positions, distances, count):
 
 
 @njit(nogil=True, cache=True)
-def scatter_add(sample, top, width, starts, addresses, positions, distances, count, touched, out):
+def scatter_add(sample, top, width, table, positions, distances, count, touched, out):
     """Move the bits at int64 positions of the tensors of a table, and mark the tensors.
 
-    If `out` is not 0, they are written there and not into the tensors. Positions come in any order. Tensors at address 0 are marked only.
+    If `out` is not 0, they are written there and not into the tensors. Positions come in any order.
     Return how many positions were seen to: fewer than `count` if one is out of range.
     """
-    position, distance, result = _at(positions, _I64), _at(distances, sample), _at(out, sample)
-    low = high = here = np.int64(0)
+    position, distance, result, mark = _at(positions, _I64), _at(distances, sample), _at(out, sample), _at(touched, _U8)
+    starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
+    index = low = high = live = np.int64(0)
     for i in range(count):
         at = position[i]
         if at < low or at >= high:
-            if at < 0 or at >= starts[-1]:
+            if at < 0 or at >= starts[_at(table, _I64)[COUNT]]:
                 return i
-            index = find(starts, at)
-            low, high, here = starts[index], starts[index + 1], addresses[index]
-            touched[index] = True
-        if here:
-            element = _at(here + (at - low) * width, sample)
-            bits = _moved(element[0], distance[i], top, sample)
-            if out:
-                result[i] = bits
-            else:
-                element[0] = bits
+            index = find(table, index, at)
+            low, high, live = starts[index], starts[index + 1], addresses[index]
+            mark[index] = 1
+        plain = kinds[index] == PLAIN
+        there = _at(live + (at - low) * width if plain else element(table, index, at - low), sample)
+        bits = _moved(there[0], distance[i], top, sample)
+        if out:
+            result[i] = bits
+        else:
+            there[0] = bits
     return count

@@ -1,31 +1,28 @@
 """Kernels for CPU tensors: arguments are checked here, the work is done by the numba loops of `kernels.loops`.
 
-The loops know memory only by address. Tensors that are not contiguous have none (`flat.strided`): to be read they are
-first copied, in parts, into contiguous memory that stands in for them in the table; to be written they go through torch ops.
+The loops know memory only by address. What torch must cast first (`flat.cast`) stands in the table as a copy, made window by window.
+Large work is split over threads, each with a part of the range or of the positions; what is written does not depend on how many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import Flat, loops, torch_ops
+from dte_dist.kernels import BITS, Flat, loops
+from dte_dist.kernels import cpu_arrays as arrays
+from dte_dist.kernels.cpu_arrays import SAMPLES, STREAM, address
+from dte_dist.kernels.table import Table
+from dte_dist.kernels.threads import split
 
 __all__ = [
-    "SAMPLES", "bump", "checksum", "decode_u16", "diff", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm",
-    "write",
+    "checksum", "decode_u16", "diff", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm", "write",
 ]  # fmt: skip
 
-SAMPLES: Final = {
-    torch.uint8: np.uint8(0), torch.int16: np.uint16(0), torch.int32: np.uint32(0), torch.int64: np.uint64(0),
-}  # fmt: skip
-"""For each dtype of bits, the sample that tells a numba loop its type."""
-
-_COUNTERS: Final = {torch.int32: np.int32(0), torch.int64: np.int64(0)}
 _BLOCK: Final = 1 << 16
 
 
@@ -36,43 +33,49 @@ def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bit
         flat: the live tensors.
         begin, end: range of the flat array, of fewer than 2^31 elements.
         known: bits[end - begin] to compare with.
-        positions: int32[>= end - begin], receives the sorted positions that differ, counted from `begin`.
+        positions: int32[>= end - begin], receives the sorted positions that differ, counted from `begin`; what follows them is undefined.
         bits: [>= end - begin], receives the live bits at these positions.
 
     Example:
         >>> count = diff(flat, 0, len(flat), known, positions, bits)
         >>> changes = positions[:count], bits[:count]
     """
-    _check_range(flat, begin, end)
-    length = end - begin
-    addresses, _alive = _readable(flat, begin, end)
-    return loops.diff(
-        SAMPLES[known.dtype], flat.width, flat.starts, addresses, begin, end,
-        _address(known, length, width=flat.width), _address(positions, length, torch.int32), _address(bits, length, known.dtype),
-    )  # fmt: skip
+    arrays.check_range(flat, begin, end)
+    length, width, sample = end - begin, flat.width, SAMPLES[known.dtype]
+    then, to = address(known, length, width=width), address(positions, length, torch.int32)
+    into = address(bits, length, known.dtype)
+    table, _alive = arrays.readable(flat, begin, end)
+
+    def part(low: int, high: int) -> tuple[int, int]:
+        where = (then + width * low, to + 4 * low, into + width * low)
+        return low, loops.diff(sample, width, table.address, begin + low, begin + high, begin, *where)
+
+    return arrays.join(split(part, length, least=STREAM // width), (to, 4), (into, width))
 
 
 def read(flat: Flat, begin: int, out: Tensor) -> None:
     """Copy elements [begin, begin + len(out)) of `flat` to `out`, bits of the width of `flat`."""
-    end = begin + out.numel()
-    _check_range(flat, begin, end)
-    addresses, _alive = _readable(flat, begin, end)
-    loops.copy(flat.width, flat.starts, addresses, begin, end, _address(out, width=flat.width), False)
+    arrays.check_range(flat, begin, begin + out.numel())
+    table, _alive = arrays.readable(flat, begin, begin + out.numel())
+    _copy(flat, table, begin, out, False)
 
 
 def write(flat: Flat, begin: int, bits: Tensor) -> None:
     """Copy `bits`, of the width of `flat`, to its elements [begin, begin + len(bits)); the tensors' version counters move."""
-    end = begin + bits.numel()
-    _check_range(flat, begin, end)
-    loops.copy(flat.width, flat.starts, flat.addresses, begin, end, _address(bits, width=flat.width), True)
-    if begin == end:
-        return
-    first, last = loops.find(flat.starts, begin), loops.find(flat.starts, end - 1)
-    bump(flat, first + np.flatnonzero(np.diff(flat.starts[first : last + 2])))
-    for index in flat.strided:
-        low, high = max(begin, int(flat.starts[index])), min(end, int(flat.starts[index + 1]))
-        if low < high:
-            torch_ops.write_part(flat, index, low - int(flat.starts[index]), bits[low - begin : high - begin])
+    arrays.check_range(flat, begin, begin + bits.numel())
+    arrays.bump(flat, _copy(flat, flat.table, begin, bits, True))
+
+
+def _copy(flat: Flat, table: Table, begin: int, bits: Tensor, inward: bool) -> np.ndarray:
+    """Copy between a table and an array; return which tensors were met."""
+    width, touched = flat.width, np.zeros(len(flat.tensors), np.bool_)
+    buffer, sample, marks = address(bits, width=width), SAMPLES[BITS[width]], touched.ctypes.data
+
+    def part(low: int, high: int) -> None:
+        loops.copy(sample, width, table.address, begin + low, begin + high, buffer + width * low, inward, marks)
+
+    split(part, bits.numel(), least=STREAM // width)
+    return np.flatnonzero(touched)
 
 
 def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
@@ -84,36 +87,29 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
         bits: one bit pattern per position, of the width of `flat`.
 
     Raises:
-        IndexError: a position is outside `flat`; those before it have been written.
+        IndexError: a position is outside `flat`; some of the others have been written.
     """
-    count = positions.numel()
-    touched = np.zeros(len(flat.tensors), np.bool_)
-    done = loops.scatter(
-        SAMPLES[bits.dtype], _COUNTERS[positions.dtype], flat.width, flat.starts, flat.addresses,
-        _address(positions), _address(bits, count, width=flat.width), count, touched,
-    )  # fmt: skip
-    indices = np.flatnonzero(touched)
-    bump(flat, indices)
-    for index in flat.strided:
-        if touched[index]:
-            low, high = int(flat.starts[index]), int(flat.starts[index + 1])
-            here = (positions[:done] >= low) & (positions[:done] < high)
-            torch_ops.put_into(flat, index, positions[:done][here] - low, bits[:done][here])
-    _check_done(done, positions, len(flat))
+    count, width, touched = positions.numel(), flat.width, np.zeros(len(flat.tensors), np.bool_)
+    sample, wide, marks = SAMPLES[bits.dtype], arrays.is_wide(positions), touched.ctypes.data
+    at, new, size = address(positions), address(bits, count, width=width), positions.element_size()
+
+    def part(low: int, high: int) -> int:
+        where = (at + size * low, wide, new + width * low)
+        return low + loops.scatter(sample, width, flat.table.address, *where, high - low, marks) - high
+
+    missing = split(part, count, least=arrays.RANDOM)
+    arrays.bump(flat, np.flatnonzero(touched))
+    arrays.check_all(missing, positions, len(flat))
 
 
 def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
     """Write each bit pattern to its position (int32 or int64) in one array of the same dtype.
 
     Raises:
-        IndexError: a position is outside the array; those before it have been written.
+        IndexError: a position is outside the array; some of the others have been written.
     """
     count = positions.numel()
-    done = loops.put(
-        SAMPLES[array.dtype], _COUNTERS[positions.dtype], _address(array), array.numel(),
-        _address(positions), _address(bits, count, array.dtype), count,
-    )  # fmt: skip
-    _check_done(done, positions, array.numel())
+    _visit(loops.put, array, positions, address(bits, count, array.dtype))
 
 
 def gather(array: Tensor, positions: Tensor) -> Tensor:
@@ -123,11 +119,19 @@ def gather(array: Tensor, positions: Tensor) -> Tensor:
         IndexError: a position is outside the array.
     """
     out = array.new_empty(positions.numel())
-    done = loops.gather(
-        SAMPLES[array.dtype], _COUNTERS[positions.dtype], _address(array), array.numel(), _address(positions), out.data_ptr(), out.numel()
-    )
-    _check_done(done, positions, array.numel())
+    _visit(loops.gather, array, positions, out.data_ptr())
     return out
+
+
+def _visit(loop: Callable[..., int], array: Tensor, positions: Tensor, bits: int) -> None:
+    """Run `put` or `gather` over positions of an array."""
+    sample, wide, length, width = SAMPLES[array.dtype], arrays.is_wide(positions), array.numel(), array.element_size()
+    element, at, size = address(array), address(positions), positions.element_size()
+
+    def part(low: int, high: int) -> int:
+        return low + loop(sample, element, length, at + size * low, wide, bits + width * low, high - low) - high
+
+    arrays.check_all(split(part, positions.numel(), least=arrays.RANDOM), positions, length)
 
 
 def encode_u16(positions: Tensor, length: int) -> Tensor:
@@ -139,7 +143,7 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
     """
     count, blocks = positions.numel(), -(-length // _BLOCK)
     stream = torch.empty(4 * blocks + 2 * count, dtype=torch.uint8, device="cpu")
-    loops.encode_u16(_address(positions, dtype=torch.int32), count, blocks, stream.data_ptr())
+    loops.encode_u16(address(positions, dtype=torch.int32), count, blocks, stream.data_ptr())
     return stream
 
 
@@ -152,12 +156,12 @@ def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bo
     blocks = -(-length // _BLOCK)
     if stream.numel() != 4 * blocks + 2 * count:
         return False
-    return loops.decode_u16(_address(stream, dtype=torch.uint8), count, blocks, length, _address(positions, count, torch.int32))
+    return loops.decode_u16(address(stream, dtype=torch.uint8), count, blocks, length, address(positions, count, torch.int32))
 
 
 def sorted_below(positions: Tensor, length: int) -> bool:
     """Return whether positions (int32 or int64) strictly increase within [0, length)."""
-    return loops.sorted_below(_COUNTERS[positions.dtype], _address(positions), positions.numel(), length)
+    return loops.sorted_below(arrays.COUNTERS[positions.dtype], address(positions), positions.numel(), length)
 
 
 def checksum(frame: Tensor, skip: int = -1) -> int:
@@ -165,15 +169,17 @@ def checksum(frame: Tensor, skip: int = -1) -> int:
     words, rest = divmod(frame.numel(), 8)
     if rest:
         raise ValueError(f"a checksum needs whole words of 8 bytes, not {frame.numel()} bytes")
-    return int(np.uint64(loops.checksum(_address(frame, dtype=torch.uint8), words, skip)).astype(np.int64))
+    at = address(frame, dtype=torch.uint8)
+    total = sum(split(lambda low, high: int(loops.checksum(at, low, high, skip)), words, least=STREAM // 8)) & (1 << 64) - 1
+    return total - (total >> 63 << 64)
 
 
 def warm(widths: Iterable[int]) -> None:
     """Compile every loop for these widths by running it on a few elements."""
     wanted = set(widths)
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
-        flat, bits = _One(torch.zeros(4, dtype=dtype, device="cpu")), torch.zeros(4, dtype=dtype, device="cpu")
-        for counter in _COUNTERS:
+        flat, bits = arrays.OneTensor(torch.zeros(4, dtype=dtype, device="cpu")), torch.zeros(4, dtype=dtype, device="cpu")
+        for counter in arrays.COUNTERS:
             positions = torch.arange(4, dtype=counter, device="cpu")
             sorted_below(positions, 4)
             scatter(flat, positions, bits)
@@ -184,62 +190,5 @@ def warm(widths: Iterable[int]) -> None:
     positions = torch.arange(4, dtype=torch.int32, device="cpu")
     decode_u16(encode_u16(positions, 4), 4, 4, positions)
     checksum(torch.zeros(8, dtype=torch.uint8, device="cpu"))
-
-
-class _One:
-    """One contiguous tensor as a `Flat`, to warm the loops with."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensors = (tensor,)
-        self.starts = np.array([0, tensor.numel()])
-        self.addresses = np.array([tensor.data_ptr()])
-        self.strided: tuple[int, ...] = ()
-        self.width = tensor.element_size()
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def view(self, index: int) -> Tensor:
-        return self.tensors[index]
-
-    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        yield 0, begin, end
-
-
-def _address(tensor: Tensor, least: int = 0, dtype: torch.dtype | None = None, *, width: int | None = None) -> int:
-    """Return where a tensor lies, having checked that a loop may treat it as `least` contiguous elements of this dtype or width."""
-    fits = tensor.dtype == dtype if dtype is not None else width is None or tensor.element_size() == width
-    if not (fits and tensor.is_cpu and tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() >= least):
-        wanted = dtype or (f"{width}-byte elements" if width else tensor.dtype)
-        raise ValueError(f"expected >= {least} contiguous {wanted} on the CPU in one dimension, got {tensor.dtype}{list(tensor.shape)}")
-    return tensor.data_ptr()
-
-
-def _check_range(flat: Flat, begin: int, end: int) -> None:
-    if not 0 <= begin <= end <= len(flat):
-        raise IndexError(f"elements [{begin}, {end}) are not within the {len(flat)} of the flat array")
-
-
-def _check_done(done: int, positions: Tensor, length: int) -> None:
-    if done < positions.numel():
-        raise IndexError(f"position {int(positions[done])} is not within [0, {length})")
-
-
-def _readable(flat: Flat, begin: int, end: int) -> tuple[np.ndarray, list[Tensor]]:
-    """Return the table's addresses with copies in place of strided tensors in [begin, end), and the copies, to be kept alive."""
-    if not flat.strided:
-        return flat.addresses, []
-    addresses, copies = flat.addresses.copy(), []
-    for index in flat.strided:
-        start = int(flat.starts[index])
-        low, high = max(begin, start) - start, min(end, int(flat.starts[index + 1])) - start
-        if low < high:
-            copies.append(torch_ops.read_part(flat.view(index), low, high))
-            addresses[index] = copies[-1].data_ptr() - low * flat.width
-    return addresses, copies
-
-
-def bump(flat: Flat, indices: np.ndarray) -> None:
-    """Move the version counters of tensors whose memory was written directly (inference tensors have none, and are passed over)."""
-    written = indices[flat.addresses[indices] != 0].tolist()
-    torch.autograd.graph.increment_version([flat.tensors[index] for index in written])
+    arrays.join([(0, 1), (2, 1)], (positions.data_ptr(), 4))
+    arrays.rounds_as_torch()

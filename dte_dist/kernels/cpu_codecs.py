@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import Flat, Tables, codec_loops, loops, torch_codecs, torch_ops
-from dte_dist.kernels.cpu import SAMPLES, _address, _check_done, _One, bump
-from dte_dist.kernels.cpu_remap import _copy
+from dte_dist.kernels import Flat, Tables, codec_loops, cpu_remap, loops
+from dte_dist.kernels import cpu_arrays as arrays
+from dte_dist.kernels.cpu_arrays import SAMPLES, address
 from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size, padded, words
+from dte_dist.kernels.threads import split
 from dte_dist.kernels.torch_codecs import add, subtract
 
 __all__ = [
@@ -67,11 +68,15 @@ def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None
         [-1]
     """
     out, count = torch.empty_like(bits) if out is None else out, len(positions)
-    done = codec_loops.distances(
-        SAMPLES[bits.dtype], _TOPS[bits.dtype], _address(known, 0, bits.dtype), len(known), _address(positions, dtype=torch.int32),
-        _address(bits, count), count, _address(out, count, bits.dtype),
-    )  # fmt: skip
-    _check_done(done, positions, len(known))
+    sample, top, width, length = SAMPLES[bits.dtype], _TOPS[bits.dtype], bits.element_size(), len(known)
+    array, at = address(known, 0, bits.dtype), address(positions, dtype=torch.int32)
+    new, into = address(bits, count), address(out, count, bits.dtype)
+
+    def part(low: int, high: int) -> int:
+        where = (at + 4 * low, new + width * low, high - low, into + width * low)
+        return low + codec_loops.distances(sample, top, array, length, *where) - high
+
+    arrays.check_all(split(part, count, least=arrays.RANDOM), positions, length)
     return out
 
 
@@ -79,14 +84,16 @@ def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
     """Move the bits at positions (int32, each at most once) of one array of the same dtype by distances.
 
     Raises:
-        IndexError: a position is outside the array; those before it have been moved.
+        IndexError: a position is outside the array; some of the others have been moved.
     """
-    count = len(positions)
-    done = codec_loops.put_add(
-        SAMPLES[array.dtype], _TOPS[array.dtype], _address(array), len(array), _address(positions, dtype=torch.int32),
-        _address(distances, count, array.dtype), count,
-    )  # fmt: skip
-    _check_done(done, positions, len(array))
+    count, sample, top, width, length = len(positions), SAMPLES[array.dtype], _TOPS[array.dtype], array.element_size(), len(array)
+    there, at, by = address(array), address(positions, dtype=torch.int32), address(distances, count, array.dtype)
+
+    def part(low: int, high: int) -> int:
+        where = (at + 4 * low, by + width * low, high - low)
+        return low + codec_loops.put_add(sample, top, there, length, *where) - high
+
+    arrays.check_all(split(part, count, least=arrays.RANDOM), positions, length)
 
 
 def scatter_add(flat: Flat, positions: Tensor, distances: Tensor) -> None:
@@ -98,18 +105,11 @@ def scatter_add(flat: Flat, positions: Tensor, distances: Tensor) -> None:
         distances: one per position, of the width of `flat`.
 
     Raises:
-        IndexError: a position is outside `flat`; those before it have been moved.
+        IndexError: a position is outside `flat`; some of the others have been moved.
     """
-    touched = np.zeros(len(flat.tensors), np.bool_)
-    done = _scatter_add(flat, positions, distances, touched, 0)
-    bump(flat, np.flatnonzero(touched))
-    for index in flat.strided:
-        if touched[index]:
-            here = _within(flat, index, positions[:done])
-            at = positions[here] - int(flat.starts[index])
-            bits = torch_codecs.take(flat.view(index), at)
-            torch_ops.put_into(flat, index, at, add(bits, distances[here]))
-    _check_done(done, positions, len(flat))
+    touched, missing = _scatter_add(flat, positions, distances, None)
+    arrays.bump(flat, np.flatnonzero(touched))
+    arrays.check_all(missing, positions, len(flat))
 
 
 def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
@@ -118,35 +118,28 @@ def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
     Raises:
         IndexError: a position is outside `flat`.
     """
-    touched, out = np.zeros(len(flat.tensors), np.bool_), torch.empty_like(distances)
-    _check_done(_scatter_add(flat, positions, distances, touched, out.data_ptr()), positions, len(flat))
-    for index in flat.strided:
-        if touched[index]:
-            here = _within(flat, index, positions)
-            bits = torch_codecs.take(flat.view(index), positions[here] - int(flat.starts[index]))
-            out[here] = add(bits, distances[here])
+    out = torch.empty_like(distances)
+    _, missing = _scatter_add(flat, positions, distances, out)
+    arrays.check_all(missing, positions, len(flat))
     return out
 
 
-def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, touched: np.ndarray, out: int) -> int:
-    count = len(positions)
-    return codec_loops.scatter_add(
-        SAMPLES[distances.dtype], _TOPS[distances.dtype], flat.width, flat.starts, flat.addresses, _address(positions, dtype=torch.int64),
-        _address(distances, count, width=flat.width), count, touched, out,
-    )  # fmt: skip
+def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, out: Tensor | None) -> tuple[np.ndarray, list[int]]:
+    """Move the bits, into `out` if there is one. Return which tensors were met, and what `check_all` wants to know."""
+    count, width, touched = len(positions), flat.width, np.zeros(len(flat.tensors), np.bool_)
+    sample, top, table, marks = SAMPLES[distances.dtype], _TOPS[distances.dtype], flat.table.address, touched.ctypes.data
+    at, by, into = address(positions, dtype=torch.int64), address(distances, count, width=width), 0 if out is None else out.data_ptr()
 
+    def part(low: int, high: int) -> int:
+        where = (at + 8 * low, by + width * low, high - low, marks, into and into + width * low)
+        return low + codec_loops.scatter_add(sample, top, width, table, *where) - high
 
-def _within(flat: Flat, index: int, positions: Tensor) -> Tensor:
-    """Return the indices of the positions that are in one tensor."""
-    return ((positions >= int(flat.starts[index])) & (positions < int(flat.starts[index + 1]))).nonzero().view(-1)
+    return touched, split(part, count, least=arrays.RANDOM)
 
 
 def collect(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on: the reverse of `place`."""
-    if flat.strided:
-        torch_codecs.collect(remap, first, bits, flat)
-    else:
-        _copy(remap, first, bits, (flat.starts, flat.addresses, np.zeros(len(flat.tensors), np.bool_)), False)
+    cpu_remap.copy(remap, first, bits, flat.table, False)
 
 
 def encode_bitmap(positions: Tensor, length: int) -> Tensor:
@@ -161,16 +154,14 @@ def encode_bitmap(positions: Tensor, length: int) -> Tensor:
 
 
 def _set_bits(positions: Tensor, length: int, shape: tuple[int, int], at: int, size: int) -> None:
-    if not codec_loops.set_bits(_address(positions, dtype=torch.int32), len(positions), *shape, size, at):
+    if not codec_loops.set_bits(address(positions, dtype=torch.int32), len(positions), *shape, size, at):
         raise ValueError(f"positions do not ascend within [0, {length})")
 
 
 def decode_bitmap(stream: Tensor, count: int, length: int) -> tuple[Tensor, bool]:
     """Read int32[count] positions, and say whether there are as many, all below `length`."""
     positions = _room(count)
-    sound = codec_loops.get_bits(
-        _address(stream, words(length), torch.uint8), words(length), count, 0, 0, length - 1, positions.data_ptr()
-    )
+    sound = codec_loops.get_bits(address(stream, words(length), torch.uint8), words(length), count, 0, 0, length - 1, positions.data_ptr())
     return positions[:count], sound
 
 
@@ -188,14 +179,14 @@ def encode_ef(positions: Tensor, length: int, low: int) -> Tensor:
 
 def _write_ef(positions: Tensor, length: int, low: int, at: int, size: int) -> None:
     lows = low_size(len(positions), low)
-    codec_loops.split(_address(positions, dtype=torch.int32), len(positions), low, at)
+    codec_loops.split(address(positions, dtype=torch.int32), len(positions), low, at)
     _set_bits(positions, length, (low, 1), at + lows, size - lows)
 
 
 def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor, bool]:
     """Read int32[count] positions, and say whether they strictly increase below `length`."""
     positions = _room(count)
-    sound = _read_ef(_address(stream, ef_size(count, length, low), torch.uint8), count, length, low, positions.data_ptr())
+    sound = _read_ef(address(stream, ef_size(count, length, low), torch.uint8), count, length, low, positions.data_ptr())
     return positions[:count], sound
 
 
@@ -247,7 +238,7 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
 def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) -> tuple[Tensor, bool]:
     """Read distances of the dtype of bits, and say whether the stream agrees with `plan`."""
     wide, far = _room(count, zero=True), _room(plan.far)
-    values, signs = wide.data_ptr(), _address(stream, plan.size, torch.uint8)
+    values, signs = wide.data_ptr(), address(stream, plan.size, torch.uint8)
     lows = signs + words(count)
     places = lows + low_size(count, plan.shift)
     if plan.shift:
@@ -279,7 +270,7 @@ def encode_ulp8(classes: Classes, width: int) -> Tensor:
 def decode_ulp8(stream: Tensor, count: int, dtype: torch.dtype, escapes: int) -> tuple[Tensor, bool]:
     """Read distances of the dtype of bits, and say whether there are so many escapes."""
     wide = _room(count)
-    at = _address(stream, padded(count) + dtype.itemsize * escapes, torch.uint8)
+    at = address(stream, padded(count) + dtype.itemsize * escapes, torch.uint8)
     sound = codec_loops.decode_ulp8(at, count, dtype.itemsize, escapes, wide.data_ptr())
     return _narrow(wide, count, dtype), sound
 
@@ -305,4 +296,4 @@ def warm(widths: Iterable[int]) -> None:
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
         bits = torch.zeros(3, dtype=dtype, device="cpu")
         put_add(bits, few, distances(bits, few, bits))
-        scatter_add(_One(bits), few.to(torch.int64), bits.clone())
+        scatter_add(arrays.OneTensor(bits), few.to(torch.int64), bits.clone())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dte_dist.kernels import Flat, Tables, remap_loops
-from dte_dist.kernels import torch_remap as fallback
-from dte_dist.kernels.cpu import SAMPLES, _One, bump
+from dte_dist.kernels import cpu_arrays as arrays
+from dte_dist.kernels.cpu_arrays import SAMPLES
+from dte_dist.kernels.table import Table, addresses_of
+from dte_dist.kernels.threads import split
 
 __all__ = ["fetch", "place", "translate", "warm"]
 
@@ -27,12 +31,18 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     Returns:
         int64 positions in the receiver's space, and their bits.
     """
-    count = len(positions)
+    count, width, sample = len(positions), bits.element_size(), SAMPLES[bits.dtype]
     out, kept = torch.empty(count, dtype=torch.int64, device="cpu"), torch.empty_like(bits)
-    entry = int(np.searchsorted(remap.end, first, side="right"))
-    found = remap_loops.translate(
-        remap.tables(), entry, SAMPLES[bits.dtype], first, positions.data_ptr(), bits.data_ptr(), count, out.data_ptr(), kept.data_ptr()
-    )
+    at, old = arrays.address(positions, dtype=torch.int32), arrays.address(bits, count)
+    to, new = out.data_ptr(), kept.data_ptr()
+    table = _address(remap)
+
+    def part(low: int, high: int) -> tuple[int, int]:
+        entry = int(np.searchsorted(remap.end, first + int(positions[low]) if high > low else first, side="right"))
+        where = (at + 4 * low, old + width * low, high - low, to + 8 * low, new + width * low)
+        return low, remap_loops.translate(sample, width, table, entry, first, *where)
+
+    found = arrays.join(split(part, count, least=arrays.RANDOM), (to, 8), (new, width))
     if 2 * found < count:  # what is returned is kept until the vote: let it be no larger than it needs
         return out[:found].clone(), kept[:found].clone()
     return out[:found], kept[:found]
@@ -40,32 +50,46 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
 
 def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy the dense bits of source positions [first, first + len(bits)) to where `flat`, a receiver's space, holds them."""
-    if flat.strided:
-        fallback.place(remap, first, bits, flat)
-        return
-    touched = np.zeros(len(flat.tensors), np.bool_)
-    _copy(remap, first, bits, (flat.starts, flat.addresses, touched), True)
-    bump(flat, np.flatnonzero(touched))
+    arrays.bump(flat, copy(remap, first, bits, flat.table, True))
 
 
 def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:
     """Copy to `bits` what `array`, a receiver's space in one piece, holds of source positions [first, first + len(bits))."""
-    table = np.array([0, len(array)]), np.array([array.data_ptr()]), np.zeros(1, np.bool_)
-    _copy(remap, first, bits, table, False)
+    copy(remap, first, bits, arrays.OneTensor(array).table, False)
 
 
-def _copy(remap: Tables, first: int, bits: Tensor, table: tuple[np.ndarray, np.ndarray, np.ndarray], inward: bool) -> None:
-    entry = int(np.searchsorted(remap.end, first, side="right"))
-    remap_loops.place(remap.tables(), entry, bits.element_size(), first, len(bits), bits.data_ptr(), *table, inward)
+def copy(remap: Tables, first: int, bits: Tensor, table: Table, inward: bool) -> np.ndarray:
+    """Copy between dense bits and a table; return which tensors were met."""
+    width, sample, touched = bits.element_size(), SAMPLES[bits.dtype], np.zeros(len(table.addresses), np.bool_)
+    at, there, marks = _address(remap), bits.data_ptr(), touched.ctypes.data
+
+    def part(low: int, high: int) -> None:
+        entry = int(np.searchsorted(remap.end, first + low, side="right"))
+        where = (first + low, high - low, there + width * low, table.address)
+        remap_loops.place(sample, width, at, entry, *where, marks, inward)
+
+    split(part, len(bits), least=arrays.STREAM // width)
+    return np.flatnonzero(touched)
+
+
+_known: Final[WeakKeyDictionary[Tables, np.ndarray]] = WeakKeyDictionary()
+
+
+def _address(remap: Tables) -> int:
+    """Return where the loops find the arrays of a remap."""
+    if remap not in _known:
+        _known[remap] = np.append(addresses_of(*remap.tables()), len(remap.end))
+    return int(_known[remap].ctypes.data)
 
 
 def warm(widths: Iterable[int]) -> None:
     """Compile every loop of translation for these widths by running it on one element."""
     wanted = set(widths)
+    identity = _Identity()
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
         bits = torch.zeros(1, dtype=dtype, device="cpu")
-        translate(_Identity(), 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits)
-        place(_Identity(), 0, bits, _One(bits.clone()))
+        translate(identity, 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits)
+        place(identity, 0, bits, arrays.OneTensor(bits.clone()))
 
 
 class _Identity:

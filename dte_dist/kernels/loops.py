@@ -1,118 +1,146 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loops over CPU memory. `kernels.cpu` is their face: it checks arguments and turns tensors into addresses.
+"""The numba loops over CPU memory. `kernels.cpu` is their face: it checks arguments, turns tensors into addresses and splits the work.
 
-Every loop takes memory as int64 addresses: thousands of tensors then need one table of numbers, and a call costs
-a microsecond whatever it touches. Types come in as `sample`, any scalar of the element's unsigned type, so that one source
-serves all widths: numba compiles it anew for each type of sample. Nothing is compiled at import.
+Every loop takes memory as int64 addresses, many tensors as that of a `Table`. So calls cost little, and one compiled form serves all;
+only what touches elements is compiled anew for each type of `sample`, any scalar of the element's unsigned type.
+Nothing is compiled at import.
 
-All loops run on one core, without the GIL, and trust their arguments unless they say otherwise.
+A loop runs on one core, without the GIL, and trusts its arguments unless it says otherwise. A tensor that is not contiguous, or that
+is cast as it is read, goes through a few KiB of the stack; all others are read and written where they lie.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-_BLOCK: Final = 64  # bytes compared at once: two AVX2 registers or one of AVX-512, and at most 64 elements, one bit each
+from dte_dist.kernels.memory import BLOCK, at, column, differing, loop, lowest, move, move_down, part, stack, word
+from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAPES, STARTS
 
+__all__ = [
+    "checksum", "copy", "decode_u16", "diff", "element", "encode_u16", "find", "gather", "join", "put", "scatter", "sorted_below",
+    "to_bf16",
+]  # fmt: skip
+
+_ROOM: Final = 2048  # elements of at most 8 bytes that `stack` holds
 _FIRST = np.uint64(0x9E3779B97F4A7C15)
 _SECOND = np.uint64(0xFF51AFD7ED558CCD)
 _THIRD = np.uint64(0xC4CEB9FE1A85EC53)
 _SHIFT = np.uint64(33)
-_ZERO, _ONE = np.uint64(0), np.uint64(1)
-_U16, _U32, _I32 = np.uint16(0), np.uint32(0), np.int32(0)
+_ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
+_U8, _U16, _U32, _I32, _I64 = np.uint8(0), np.uint16(0), np.uint32(0), np.int32(0), np.int64(0)
+_OUTWARD = np.bool_(False)
+_HALF, _LAST, _SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
+_SIGNLESS, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint16(0xFFFF)
 
 
-@intrinsic
-def _at(_typing: Any, address: Any, sample: Any) -> Any:
-    """Return a pointer to elements of the type of `sample`, which are read and written with `pointer[index]`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(sample)(types.int64, sample), generate
-
-
-@intrinsic
-def _differing(_typing: Any, left: Any, right: Any, sample: Any) -> Any:
-    """Return a mask of which elements of two blocks of 64 bytes differ, the first in the lowest bit; no alignment is needed."""
-    lanes = _BLOCK * 8 // sample.bitwidth
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        block = ir.VectorType(ir.IntType(sample.bitwidth), lanes).as_pointer()
-        loaded = [builder.load(builder.inttoptr(address, block), align=1) for address in args[:2]]
-        mask = builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(lanes))
-        return mask if lanes == 64 else builder.zext(mask, ir.IntType(64))
-
-    return types.uint64(types.int64, types.int64, sample), generate
-
-
-@intrinsic
-def _lowest(_typing: Any, mask: Any) -> Any:
-    """Return the number of the lowest bit that is set in a mask that is not zero."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
-def _word(_typing: Any, address: Any) -> Any:
-    """Read a little-endian uint64 from any address."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()), align=1)
-
-    return types.uint64(types.int64), generate
-
-
-@intrinsic
-def _move(_typing: Any, target: Any, source: Any, size: Any) -> Any:
-    """Copy `size` bytes between addresses; they must not overlap."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        into, out_of = (builder.inttoptr(address, byte) for address in args[:2])
-        cgutils.raw_memcpy(builder, into, out_of, args[2], 1)
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@njit(nogil=True, cache=True)
-def find(starts, position):
-    """Return the index of the tensor that holds a position: the last that starts at or before it, hence never an empty one."""
-    low, high = 0, starts.size
-    while high - low > 1:
-        middle = (low + high) >> 1
+@part
+def find(table, index, position):
+    """Return which tensor holds a position, never an empty one: the last that starts at or before it, sought near `index` first."""
+    starts, high, reach = column(table, STARTS), at(table, _I64)[COUNT], 1
+    if starts[index] > position:
+        index = 0
+    while index + reach < high and starts[index + reach] <= position:
+        index += reach
+        reach += reach
+    high = min(index + reach, high)
+    while high - index > 1:
+        middle = (index + high) >> 1
         if starts[middle] <= position:
-            low = middle
+            index = middle
         else:
             high = middle
+    return index
+
+
+@part
+def _shape(table, index):
+    """Return how a strided tensor is described (`Table.shapes`)."""
+    return at(at(table, _I64)[SHAPES] + 8 * (column(table, KINDS)[index] - 1), _I64)
+
+
+@part
+def element(table, index, place):
+    """Return the address of element `place`, in row-major order, of a tensor that is not contiguous."""
+    address, shape = column(table, ADDRESSES)[index], _shape(table, index)
+    for dim in range(2 * shape[0] - 1, 1, -2):
+        outer = place // shape[dim]
+        address += (place - outer * shape[dim]) * shape[dim + 1]
+        place = outer
+    return address + place * shape[2]
+
+
+@part
+def _copy_strided(sample, width, table, index, place, count, buffer, inward):
+    """Copy `count` elements from `place` on of a tensor that is not contiguous, from `buffer` (inward) or to it."""
+    shape = _shape(table, index)
+    size, step = shape[2 * shape[0] - 1], shape[2 * shape[0]]
+    while count > 0:
+        here, live = min(count, size - place % size), element(table, index, place)
+        for i in range(here):
+            if inward:
+                at(live + i * step, sample)[0] = at(buffer, sample)[i]
+            else:
+                at(buffer, sample)[i] = at(live + i * step, sample)[0]
+        place, count, buffer = place + here, count - here, buffer + here * width
+
+
+@loop
+def to_bf16(live, count, buffer):
+    """Write fp32 as bf16: to the nearest, ties to even; every NaN becomes 0xffff, as torch casts in one dimension."""
+    single, half = at(live, _U32), at(buffer, _U16)
+    for i in range(count):
+        bits = single[i]
+        rounded = (bits + (_HALF + (bits >> _SIXTEEN & _LAST))) >> _SIXTEEN
+        half[i] = _NAN if bits & _SIGNLESS > _INFINITY else np.uint16(rounded)
+
+
+@part
+def _load(sample, width, table, index, place, count, buffer):
+    """Copy `count` elements from `place` on of a tensor that is not plain to `buffer`."""
+    if column(table, KINDS)[index] == ROUNDED:
+        to_bf16(column(table, ADDRESSES)[index] + 4 * place, count, buffer)
+    else:
+        _copy_strided(sample, width, table, index, place, count, buffer, _OUTWARD)
+
+
+@part
+def _diff_full(sample, width, live, known, low, whole, base, positions, bits):
+    """Compare the blocks of a run from element `low` on, up to the first that does not differ throughout. Return where that is."""
+    a, position, bit, lanes = at(live, sample), at(positions, _I32), at(bits, sample), BLOCK // width
+    full, start = _ALL >> np.uint64(64 - lanes), low
+    while low < whole and differing(live + low * width, known + low * width, sample) == full:
+        for i in range(low, low + lanes):
+            position[i - start] = np.int32(base + i)
+            bit[i - start] = a[i]
+        low += lanes
     return low
 
 
-@njit(nogil=True, cache=True)
-def _diff_run(sample, width, lanes, live, known, length, base, positions, bits):
-    """Compare one contiguous run, `lanes` elements to a block; positions count from `base`. Return how many differ."""
-    a, b = _at(live, sample), _at(known, sample)
-    position, bit = _at(positions, _I32), _at(bits, sample)
-    found, low, whole = 0, 0, length & -lanes
+@part
+def _diff_run(sample, width, live, known, length, base, positions, bits):
+    """Compare one contiguous run; positions count from `base`. Return how many differ."""
+    a, b = at(live, sample), at(known, sample)
+    position, bit = at(positions, _I32), at(bits, sample)
+    lanes = BLOCK // width
+    found, low, whole, full = np.int64(0), np.int64(0), length & -lanes, False
     while low < whole:
-        mask = _differing(live + low * width, known + low * width, sample)
-        while mask != _ZERO:
-            i = low + _lowest(mask)
-            position[found] = np.int32(base + i)
-            bit[found] = a[i]
-            found += 1
-            mask &= mask - _ONE
-        low += lanes
+        if full:
+            low, start = _diff_full(sample, width, live, known, low, whole, base, positions + 4 * found, bits + width * found), low
+            found += low - start
+        before, start, stop = found, low, min(low + _ROOM, whole)
+        while low < stop:
+            mask = differing(live + low * width, known + low * width, sample)
+            while mask != _ZERO:
+                i = low + lowest(mask)
+                position[found] = np.int32(base + i)
+                bit[found] = a[i]
+                found += 1
+                mask &= mask - _ONE
+            low += lanes
+        full = found - before == low - start
     for i in range(whole, length):
         if a[i] != b[i]:
             position[found] = np.int32(base + i)
@@ -121,88 +149,114 @@ def _diff_run(sample, width, lanes, live, known, length, base, positions, bits):
     return found
 
 
-@njit(nogil=True, cache=True)
-def diff(sample, width, starts, addresses, begin, end, known, positions, bits):
-    """Compare elements [begin, end) of the tensors of a table with `known`. Return how many differ."""
-    found, at, index, lanes = 0, begin, find(starts, begin), _BLOCK // width
-    while at < end:
+@loop
+def diff(sample, width, table, begin, end, base, known, positions, bits):
+    """Compare elements [begin, end) of a table with `known`; positions count from `base`. Return how many differ."""
+    starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
+    found, now, index, room = 0, begin, find(table, _I64, begin), stack()
+    while now < end:
         stop = min(end, starts[index + 1])
-        if stop > at:
-            live = addresses[index] + (at - starts[index]) * width
-            then = known + (at - begin) * width
-            found += _diff_run(sample, width, lanes, live, then, stop - at, at - begin, positions + 4 * found, bits + width * found)
-            at = stop
+        while now < stop:
+            place, here = now - starts[index], stop - now
+            live = addresses[index] + place * width
+            if kinds[index] != PLAIN:
+                here, live = min(here, _ROOM), room
+                _load(sample, width, table, index, place, here, live)
+            then = known + (now - begin) * width
+            found += _diff_run(sample, width, live, then, here, now - base, positions + 4 * found, bits + width * found)
+            now += here
         index += 1
     return found
 
 
-@njit(nogil=True, cache=True)
-def copy(width, starts, addresses, begin, end, buffer, inward):
-    """Copy elements [begin, end) of the tensors of a table from `buffer` (inward) or to it; tensors at address 0 are left out."""
-    at, index = begin, find(starts, begin)
-    while at < end:
+@loop
+def join(width, parts, counts, number, array):
+    """Move counts[i] elements from place parts[i] on together, for i below `number`, in ascending order."""
+    first, count, done = at(parts, _I64), at(counts, _I64), 0
+    for i in range(number):
+        if first[i] != done:
+            move_down(array + width * done, array + width * first[i], width * count[i])
+        done += count[i]
+
+
+@loop
+def copy(sample, width, table, begin, end, buffer, inward, touched):
+    """Copy elements [begin, end) of a table from `buffer` (inward) or to it, and mark the tensors that are met."""
+    starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
+    now, index = begin, find(table, _I64, begin)
+    while now < end:
         stop = min(end, starts[index + 1])
-        if stop > at and addresses[index]:
-            live = addresses[index] + (at - starts[index]) * width
-            there = buffer + (at - begin) * width
-            if inward:
-                _move(live, there, (stop - at) * width)
+        if stop > now:
+            place, size = now - starts[index], (stop - now) * width
+            live = addresses[index] + place * width
+            mark[index] = 1
+            if kinds[index] == PLAIN:
+                move(live if inward else buffer, buffer if inward else live, size)
+            elif kinds[index] == ROUNDED:
+                to_bf16(addresses[index] + 4 * place, stop - now, buffer)
             else:
-                _move(there, live, (stop - at) * width)
-        at = max(at, stop)
+                _copy_strided(sample, width, table, index, place, stop - now, buffer, inward)
+            buffer += size
+            now = stop
         index += 1
 
 
-@njit(nogil=True, cache=True)
-def scatter(sample, counter, width, starts, addresses, positions, bits, count, touched):
-    """Write bits to positions (of the type of `counter`) of the tensors of a table, in any order, and mark the tensors touched.
+@loop
+def scatter(sample, width, table, positions, wide, bits, count, touched):
+    """Write bits to positions (int64 if `wide`, else int32) of the tensors of a table, in any order, and mark the tensors touched.
 
-    Tensors at address 0 are marked but not written. Return how many were written: fewer than `count` if a position is out of range.
+    Return how many were written: fewer than `count` if a position is out of range.
     """
-    position, bit = _at(positions, counter), _at(bits, sample)
-    low = high = here = np.int64(0)
+    starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
+    narrow_position, wide_position, bit, total = at(positions, _I32), at(positions, _I64), at(bits, sample), starts[at(table, _I64)[COUNT]]
+    index = low = high = live = np.int64(0)
     for i in range(count):
-        at = np.int64(position[i])
-        if at < low or at >= high:
-            if at < 0 or at >= starts[-1]:
+        now = wide_position[i] if wide else np.int64(narrow_position[i])
+        if now < low or now >= high:
+            if now < 0 or now >= total:
                 return i
-            index = find(starts, at)
-            low, high, here = starts[index], starts[index + 1], addresses[index]
-            touched[index] = True
-        if here:
-            _at(here + (at - low) * width, sample)[0] = bit[i]
+            index = find(table, index, now)
+            low, high, live = starts[index], starts[index + 1], addresses[index]
+            mark[index] = 1
+        if kinds[index] == PLAIN:
+            at(live + (now - low) * width, sample)[0] = bit[i]
+        else:
+            at(element(table, index, now - low), sample)[0] = bit[i]
     return count
 
 
-@njit(nogil=True, cache=True)
-def put(sample, counter, array, length, positions, bits, count):
-    """Write bits to positions of one array. Return how many were written: fewer than `count` if a position is out of range."""
-    element, position, bit = _at(array, sample), _at(positions, counter), _at(bits, sample)
+@loop
+def put(sample, array, length, positions, wide, bits, count):
+    """Write bits to positions (int64 if `wide`, else int32) of one array.
+
+    Return how many were written: fewer than `count` if a position is out of range.
+    """
+    element, bit, narrow_position, wide_position = at(array, sample), at(bits, sample), at(positions, _I32), at(positions, _I64)
     for i in range(count):
-        at = np.int64(position[i])
-        if at < 0 or at >= length:
+        place = wide_position[i] if wide else np.int64(narrow_position[i])
+        if place < 0 or place >= length:
             return i
-        element[at] = bit[i]
+        element[place] = bit[i]
     return count
 
 
-@njit(nogil=True, cache=True)
-def gather(sample, counter, array, length, positions, bits, count):
-    """Read bits from positions of one array. Return how many were read: fewer than `count` if a position is out of range."""
-    element, position, bit = _at(array, sample), _at(positions, counter), _at(bits, sample)
+@loop
+def gather(sample, array, length, positions, wide, bits, count):
+    """Read bits from positions (int64 if `wide`, else int32) of one array. Return how many: as `put`."""
+    element, bit, narrow_position, wide_position = at(array, sample), at(bits, sample), at(positions, _I32), at(positions, _I64)
     for i in range(count):
-        at = np.int64(position[i])
-        if at < 0 or at >= length:
+        place = wide_position[i] if wide else np.int64(narrow_position[i])
+        if place < 0 or place >= length:
             return i
-        bit[i] = element[at]
+        bit[i] = element[place]
     return count
 
 
-@njit(nogil=True, cache=True)
+@loop
 def encode_u16(positions, count, blocks, stream):
     """Write uint32[blocks] counts and uint16[count] offsets for sorted int32 positions."""
-    position, number = _at(positions, _I32), _at(stream, _U32)
-    offset = _at(stream + 4 * blocks, _U16)
+    position, number = at(positions, _I32), at(stream, _U32)
+    offset = at(stream + 4 * blocks, _U16)
     for i in range(count):
         offset[i] = np.uint16(position[i] & 0xFFFF)
     first = 0
@@ -218,11 +272,11 @@ def encode_u16(positions, count, blocks, stream):
         first = low
 
 
-@njit(nogil=True, cache=True)
+@loop
 def decode_u16(stream, count, blocks, length, positions):
     """Write the positions that `encode_u16` was given. Return False, having read only what is there, if they are not sound."""
-    position, number = _at(positions, _I32), _at(stream, _U32)
-    offset = _at(stream + 4 * blocks, _U16)
+    position, number = at(positions, _I32), at(stream, _U32)
+    offset = at(stream + 4 * blocks, _U16)
     first, falls = np.int64(0), 0
     for block in range(blocks):
         stop = first + np.int64(number[block])
@@ -237,31 +291,31 @@ def decode_u16(stream, count, blocks, length, positions):
     return first == count and falls == 0 and (count == 0 or position[count - 1] < length)
 
 
-@njit(nogil=True, cache=True)
+@loop
 def sorted_below(counter, positions, count, length):
     """Return whether positions (of the type of `counter`) strictly increase within [0, length)."""
-    position = _at(positions, counter)
+    position = at(positions, counter)
     falls = 0
     for i in range(1, count):
         falls += position[i] <= position[i - 1]
     return falls == 0 and (count == 0 or (position[0] >= 0 and position[count - 1] < length))
 
 
-@njit(nogil=True, cache=True)
-def _mix(word):
-    word = (word ^ (word >> _SHIFT)) * _SECOND
-    word = (word ^ (word >> _SHIFT)) * _THIRD
-    return word ^ (word >> _SHIFT)
+@part
+def _mix(bits):
+    bits = (bits ^ (bits >> _SHIFT)) * _SECOND
+    bits = (bits ^ (bits >> _SHIFT)) * _THIRD
+    return bits ^ (bits >> _SHIFT)
 
 
-@njit(nogil=True, cache=True)
-def checksum(frame, words, skip):
-    """Return the sum of all words, each mixed with its place, modulo 2^64 (docs/protocol.md, "The checksum")."""
-    total, place = _ZERO, _ZERO
-    for i in range(words):
+@loop
+def checksum(frame, low, high, skip):
+    """Return the sum of words [low, high), each mixed with its place, modulo 2^64 (docs/protocol.md, "The checksum")."""
+    total, place = _ZERO, np.uint64(low) * _FIRST
+    for i in range(low, high):
         place += _FIRST
-        total += _mix(place + _word(frame + 8 * i))
-    if 0 <= skip < words:  # exchanged afterwards: a condition within the loop would keep it from using vectors
+        total += _mix(place + word(frame + 8 * i))
+    if low <= skip < high:  # exchanged afterwards: a condition within the loop would keep it from using vectors
         place = np.uint64(skip + 1) * _FIRST
-        total += _mix(place) - _mix(place + _word(frame + 8 * skip))
+        total += _mix(place) - _mix(place + word(frame + 8 * skip))
     return total

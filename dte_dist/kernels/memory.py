@@ -9,11 +9,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["BLOCK", "at", "differing", "lowest", "move", "move_down", "ones", "stack", "word"]
+__all__ = ["BLOCK", "at", "column", "differing", "high_product", "loop", "lowest", "move", "move_down", "ones", "part", "stack", "word"]
+
+loop = njit(nogil=True, cache=True, error_model="numpy")
+"""Makes a loop that Python calls."""
+
+part = njit(nogil=True, cache=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Makes a part of loops, which Python does not call: a little less to compile."""
 
 BLOCK: Final = 64
 """Bytes that `differing` compares: two AVX2 registers or one of AVX-512, and at most 64 elements, one bit each."""
@@ -27,6 +33,18 @@ def at(_typing: Any, address: Any, sample: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(sample)(types.int64, sample), generate
+
+
+@intrinsic
+def column(_typing: Any, table: Any, number: Any) -> Any:
+    """Return a pointer to int64 whose address stands at place `number` of a table of addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = context.get_value_type(signature.return_type)
+        at_number = builder.gep(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return builder.load(at_number)
+
+    return types.CPointer(types.int64)(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -61,6 +79,18 @@ def ones(_typing: Any, mask: Any) -> Any:
         return builder.ctpop(args[0])
 
     return types.int64(types.uint64), generate
+
+
+@intrinsic
+def high_product(_typing: Any, left: Any, right: Any) -> Any:
+    """Return the upper 64 of the 128 bits of a product."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(arg, wide) for arg in args))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), generate
 
 
 @intrinsic

@@ -2,23 +2,33 @@
 # ruff: noqa: PLR0917
 """The numba loops that translate positions between flat spaces (see `plan.remap` for the tables).
 
-Positions come sorted, so the entries are walked once; the outer coordinates of an entry with axes are worked out once
-per row, not once per position. Nothing is compiled at import.
+Positions come sorted, so the entries are walked once. Which positions a receiver holds is as good as random, and a wrong guess costs
+more than the work: so every one is written, and the next is written over it if it was not to be kept.
+
+`remap` is the address of the addresses of a Remap's arrays, in their order, and of the number of entries. Nothing is compiled at import.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import Final
 
-from dte_dist.kernels.loops import _at, _move, find
+import numpy as np
+
+from dte_dist.kernels.loops import copy
+from dte_dist.kernels.memory import at, column, high_product, loop, move, part, stack
 
 __all__ = ["place", "translate"]
 
+_BEGIN, _END, _SHIFT, _ORIGIN, _AXIS, _AXES, _EXTENT, _STRIDE, _SEGMENT, _LOW, _HIGH, _TARGET, _ENTRIES = range(13)
+_MOST_AXES: Final = 16
+_I32, _I64, _U64 = np.int32(0), np.int64(0), np.uint64(0)
+_ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
-@njit(nogil=True, cache=True)
-def _lookup(low, high, begin, end, coordinate):
+
+@part
+def _lookup(remap, begin, end, coordinate):
     """Return the segment among [begin, end) that contains a coordinate, or -1."""
+    low, high = column(remap, _LOW), column(remap, _HIGH)
     while begin < end:
         middle = (begin + end) >> 1
         if coordinate < low[middle]:
@@ -27,115 +37,201 @@ def _lookup(low, high, begin, end, coordinate):
             begin = middle + 1
         else:
             return middle
-    return -1
+    return np.int64(-1)
 
 
-@njit(nogil=True, cache=True)
-def _row(tables, entry, row):
+@part
+def _row(remap, entry, row):
     """Return the receiver's position of the start of a row of an entry with axes, or -1 if the receiver has no such row."""
-    _, _, shift, _, axis, axes, extent, stride, segment, low, high, target = tables
-    base = shift[entry]
-    for a in range(axis[entry] + axes[entry] - 2, axis[entry] - 1, -1):
+    extent, stride, segment = column(remap, _EXTENT), column(remap, _STRIDE), column(remap, _SEGMENT)
+    low, target = column(remap, _LOW), column(remap, _TARGET)
+    outer, base = column(remap, _AXIS)[entry], column(remap, _SHIFT)[entry]
+    for a in range(outer + column(remap, _AXES)[entry] - 2, outer - 1, -1):
         coordinate = row
-        if a > axis[entry]:
+        if a > outer:
             row = coordinate // extent[a]
             coordinate -= row * extent[a]
-        k = _lookup(low, high, segment[a], segment[a + 1], coordinate)
+        k = _lookup(remap, segment[a], segment[a + 1], coordinate)
         if k < 0:
-            return np.int64(-1)
+            return k
         base += (coordinate - low[k] + target[k]) * stride[a]
     return base
 
 
-@njit(nogil=True, cache=True)
-def translate(tables, entry, sample, first, positions, bits, count, out, kept):
-    """Translate sorted int32 positions, counted from `first`, from entry `entry` on; keep the bits of those that have a home.
+@part
+def _until(positions, i, count, limit):
+    """Return the first of the places [i, count), which are some, whose position is at least `limit`; near `i` first."""
+    position, reach = at(positions, _I32), 1
+    if position[count - 1] < limit:
+        return count
+    while i + reach < count and position[i + reach] < limit:
+        i += reach
+        reach += reach
+    end = min(i + reach, count)
+    while i < end:
+        middle = (i + end) >> 1
+        if position[middle] < limit:
+            i = middle + 1
+        else:
+            end = middle
+    return i
 
-    `tables` are the arrays of a Remap in order; all other arrays are addresses. Return how many were kept.
+
+@part
+def _measure(remap, entry, parts):
+    """Write down the axes of an entry for `_in_rectangle`. Return False if they are not of its kind.
+
+    Its kind: the receiver holds one run along each, and all positions are below 2^32. Five uint64 for each, innermost first: 2^64 / extent
+    rounded up, or 0 for the outermost; extent; first coordinate held, and how many; elements per step in the receiver's block.
+    Before them, the position in the receiver of coordinates that are all 0, which may be below 0.
     """
-    begin, end, shift, origin, axis, axes, extent, _, segment, low, high, target = tables
-    position, bit = _at(positions, np.int32(0)), _at(bits, sample)
-    into, keep = _at(out, np.int64(0)), _at(kept, sample)
-    found = i = 0
+    extent, stride, segment = column(remap, _EXTENT), column(remap, _STRIDE), column(remap, _SEGMENT)
+    low, high, target, part = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET), at(parts, _U64)
+    first, axes, home = column(remap, _AXIS)[entry], column(remap, _AXES)[entry], column(remap, _SHIFT)[entry]
+    if axes > _MOST_AXES or column(remap, _END)[entry] - column(remap, _ORIGIN)[entry] >= 1 << 32:
+        return False
+    for a in range(axes):
+        this, here = first + axes - 1 - a, 5 * a + 1
+        k, inner = segment[this], a < axes - 1
+        if segment[this + 1] - k != 1 or (inner and extent[this] == 1):
+            return False
+        home += (target[k] - low[k]) * stride[this]
+        part[here] = _ALL // np.uint64(extent[this]) + _ONE if inner else _ZERO
+        part[here + 1], part[here + 2] = np.uint64(extent[this]), np.uint64(low[k])
+        part[here + 3], part[here + 4] = np.uint64(high[k] - low[k]), np.uint64(stride[this])
+    part[0] = np.uint64(home)
+    return True
+
+
+@part
+def _in_plane(sample, parts, offset, positions, bits, count, out, kept):
+    """Do what `_in_rectangle` does where there are two axes, as in most entries, with everything in registers."""
+    position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
+    part, found = at(parts, _U64), _I64
+    home, scale, size, low, held, low_row, held_rows, step = part[0], part[1], part[2], part[3], part[4], part[8], part[9], part[10]
+    for i in range(count):
+        place = np.uint64(position[i] + offset)
+        row = high_product(place, scale)
+        column = place - row * size
+        into[found] = np.int64(home + column + row * step)
+        keep[found] = bit[i]
+        found += np.int64((column - low < held) & (row - low_row < held_rows))
+    return found
+
+
+@part
+def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept):
+    """Translate positions of an entry that `_measure` accepted; they count from its origin less `offset`. Return how many are kept.
+
+    Products with 2^64 / extent stand for divisions. What lies outside a run wraps to a large number when its start is taken off.
+    """
+    position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
+    part, found = at(parts, _U64), _I64
+    for i in range(count):
+        rest, to, held = np.uint64(position[i] + offset), part[0], True
+        for a in range(1, 5 * axes, 5):
+            above = high_product(rest, part[a])
+            coordinate = rest - above * part[a + 1]
+            held &= coordinate - part[a + 2] < part[a + 3]
+            to += coordinate * part[a + 4]
+            rest = above
+        into[found] = np.int64(to)
+        keep[found] = bit[i]
+        found += np.int64(held)
+    return found
+
+
+@part
+def _in_rows(sample, remap, entry, offset, positions, bits, count, out, kept):
+    """Translate positions of an entry with any runs along its axes, row by row. Return how many are kept."""
+    extent, segment = column(remap, _EXTENT), column(remap, _SEGMENT)
+    low, high, target = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET)
+    position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
+    inner = column(remap, _AXIS)[entry] + column(remap, _AXES)[entry] - 1
+    length, last = extent[inner], segment[inner + 1] - 1
+    found = i = _I64
     while i < count:
-        at = first + position[i]
-        while entry < len(end) and end[entry] <= at:
-            entry += 1
-        if entry == len(end):
-            break
-        if at < begin[entry]:
-            i += 1
-            continue
-        stop = end[entry]
-        if axes[entry] == 0:
-            while i < count and first + position[i] < stop:
-                into[found] = first + position[i] + shift[entry]
-                keep[found] = bit[i]
-                found += 1
-                i += 1
-            continue
-        inner = axis[entry] + axes[entry] - 1
-        length, k0, k1 = extent[inner], segment[inner], segment[inner + 1]
-        row_start = row_stop = base = np.int64(-1)
-        while i < count and first + position[i] < stop:
-            at = first + position[i] - origin[entry]
-            if at >= row_stop:
-                row = at // length
-                row_start, row_stop = row * length, (row + 1) * length
-                base = _row(tables, entry, row)
-            if base >= 0:
-                k = _lookup(low, high, k0, k1, at - row_start)
-                if k >= 0:
-                    into[found] = base + at - row_start - low[k] + target[k]
-                    keep[found] = bit[i]
-                    found += 1
+        row = (position[i] + offset) // length
+        start = row * length - offset
+        stop, base, k = _until(positions, i, count, start + length), _row(remap, entry, row), segment[inner]
+        i = stop if base < 0 else i
+        while i < stop:
+            coordinate = position[i] - start
+            while k < last and coordinate >= high[k]:
+                k += 1
+            into[found] = base + coordinate - low[k] + target[k]
+            keep[found] = bit[i]
+            found += np.int64((coordinate >= low[k]) & (coordinate < high[k]))
             i += 1
     return found
 
 
-@njit(nogil=True, cache=True)
-def _copy_run(width, starts, addresses, touched, to, source, length, inward):
-    """Copy `length` elements from an address to position `to` of a table of tensors (inward), or the other way."""
-    index = find(starts, to)
-    while length > 0:
-        here = min(length, starts[index + 1] - to)
-        if here > 0:
-            touched[index] = True
-            there = addresses[index] + (to - starts[index]) * width
-            if inward:
-                _move(there, source, here * width)
+@part
+def _shift(sample, width, moved, positions, bits, count, out, kept):
+    """Translate positions of an entry without axes, all of which are kept."""
+    position, into = at(positions, _I32), at(out, _I64)
+    for i in range(count):
+        into[i] = position[i] + moved
+    move(kept, bits, count * width)
+    return count
+
+
+@loop
+def translate(sample, width, remap, entry, first, positions, bits, count, out, kept):
+    """Translate sorted int32 positions, counted from `first`, from entry `entry` on; keep the bits of those that have a home.
+
+    Return how many were kept.
+    """
+    begin, end, shift = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT)
+    origin, axes = column(remap, _ORIGIN), column(remap, _AXES)
+    found, i, entries, parts = _I64, _I64, at(remap, _I64)[_ENTRIES], stack()
+    while i < count and entry < entries:
+        i = _until(positions, i, count, begin[entry] - first)
+        if i == count:
+            break
+        stop = _until(positions, i, count, end[entry] - first)
+        here, old, to, new, offset = positions + 4 * i, bits + width * i, out + 8 * found, kept + width * found, first - origin[entry]
+        if axes[entry] == 0:
+            found += _shift(sample, width, first + shift[entry], here, old, stop - i, to, new)
+        elif stop > i:
+            if not _measure(remap, entry, parts):
+                found += _in_rows(sample, remap, entry, offset, here, old, stop - i, to, new)
+            elif axes[entry] == 2:
+                found += _in_plane(sample, parts, offset, here, old, stop - i, to, new)
             else:
-                _move(source, there, here * width)
-            to, source, length = to + here, source + here * width, length - here
-        index += 1
+                found += _in_rectangle(sample, parts, axes[entry], offset, here, old, stop - i, to, new)
+        i = stop
+        entry += 1
+    return found
 
 
-@njit(nogil=True, cache=True)
-def place(tables, entry, width, first, length, bits, starts, addresses, touched, inward):
+@loop
+def place(sample, width, remap, entry, first, length, bits, table, touched, inward):
     """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them (inward), or back.
 
     Tensors that are met are marked as touched.
     """
-    begin, end, shift, origin, axis, axes, extent, _, segment, low, high, target = tables
-    stop = first + length
-    while entry < len(begin) and begin[entry] < stop:
-        at, until = max(first, begin[entry]), min(stop, end[entry])
+    begin, end, shift, origin = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT), column(remap, _ORIGIN)
+    axis, axes, extent, segment = column(remap, _AXIS), column(remap, _AXES), column(remap, _EXTENT), column(remap, _SEGMENT)
+    low, high, target = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET)
+    stop, entries = first + length, at(remap, _I64)[_ENTRIES]
+    while entry < entries and begin[entry] < stop:
+        now, until = max(first, begin[entry]), min(stop, end[entry])
         if axes[entry] == 0:
-            if until > at:
-                _copy_run(width, starts, addresses, touched, at + shift[entry], bits + (at - first) * width, until - at, inward)
+            to = now + shift[entry]
+            copy(sample, width, table, to, to + max(until - now, 0), bits + (now - first) * width, inward, touched)
             entry += 1
             continue
         inner = axis[entry] + axes[entry] - 1
-        size = extent[inner]
-        row = (at - origin[entry]) // size
-        while origin[entry] + row * size < until:
-            row_start = origin[entry] + row * size
-            base = _row(tables, entry, row)
+        row = (now - origin[entry]) // extent[inner]
+        start = origin[entry] + row * extent[inner]
+        while start < until:
+            base = _row(remap, entry, row)
             if base >= 0:
                 for k in range(segment[inner], segment[inner + 1]):
-                    x, y = max(at, row_start + low[k]), min(until, row_start + high[k])
+                    x, y = max(now, start + low[k]), min(until, start + high[k])
                     if y > x:
-                        to = base + x - row_start - low[k] + target[k]
-                        _copy_run(width, starts, addresses, touched, to, bits + (x - first) * width, y - x, inward)
-            row += 1
+                        to = base + x - start - low[k] + target[k]
+                        copy(sample, width, table, to, to + y - x, bits + (x - first) * width, inward, touched)
+            row, start = row + 1, start + extent[inner]
         entry += 1

@@ -2,33 +2,38 @@
 
 On an accelerator the host must not wait for the device more than it has to. So truth values and checksums stay on the device as
 tensors of no dimension, and nothing here depends on what is in the data, except how many changes `diff` found and
-which tensors a `scatter` touches: each of these waits once a call.
-
-`read_part`, `write_part` and `put_into` work on one tensor of any strides; `kernels.cpu` uses them for those without an address.
+which tensors a `scatter` touches. Nor does the host work in proportion to the tensors: many are gathered or written by one op, and
+changes to many small tensors go through a copy of them. Only large ones (`_SMALL`) are written one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from dte_dist.kernels import Flat
+from dte_dist.kernels import BITS, Flat
 
 __all__ = [
-    "checksum", "decode_u16", "diff", "encode_u16", "gather", "put", "put_into", "read", "read_part", "scatter", "sorted_below",
-    "write", "write_part",
+    "checksum", "decode_u16", "diff", "encode_u16", "gather", "gathered", "put", "read", "scatter", "sorted_below", "write",
 ]  # fmt: skip
 
+Kind = TypeVar("Kind", bound=Hashable)
+
 _BLOCK_BITS: Final = 16
+_SMALL: Final = 1 << 16  # elements of a tensor: launching work for it alone takes longer than copying it there and back
+_BATCH: Final = 1 << 24  # elements of small tensors that are copied at once
 _FIRST: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _SECOND: Final = 0xFF51AFD7ED558CCD - (1 << 64)
 _THIRD: Final = 0xC4CEB9FE1A85EC53 - (1 << 64)
 
 
+@torch.no_grad()
 def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bits: Tensor) -> int:  # noqa: PLR0917
     """Compare elements [begin, end) of `flat` with `known`; write positions and bits and return how many differ. Waits once."""
     live = _live(flat, begin, end)
@@ -39,6 +44,7 @@ def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bit
     return count
 
 
+@torch.no_grad()
 def read(flat: Flat, begin: int, out: Tensor) -> None:
     """Copy elements [begin, begin + len(out)) of `flat` to `out`."""
     out.copy_(_live(flat, begin, begin + out.numel()))
@@ -46,30 +52,47 @@ def read(flat: Flat, begin: int, out: Tensor) -> None:
 
 def write(flat: Flat, begin: int, bits: Tensor) -> None:
     """Copy `bits` to elements [begin, begin + len(bits)) of `flat`."""
-    done = 0
-    for index, low, high in flat.spans(begin, begin + bits.numel()):
-        write_part(flat, index, low, bits[done : done + high - low])
-        done += high - low
+    indices, low, high = flat.spans(begin, begin + bits.numel())
+    sizes = np.diff(flat.starts)[indices]
+    whole = high - low == sizes  # all but the first and the last, which may be cut
+    for place in np.flatnonzero(~whole).tolist():
+        at = int(flat.starts[indices[place]] + low[place]) - begin
+        _write_part(flat, int(indices[place]), int(low[place]), bits[at : at + int(high[place] - low[place])])
+    if whole.any():
+        first = int(flat.starts[indices[whole][0]]) - begin
+        _assign(flat, indices[whole], bits[first : first + int(sizes[whole].sum())])
 
 
 def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
-    """Write each bit pattern to its position in `flat`. Waits once, or twice if the positions are not sorted.
+    """Write each bit pattern to its position in `flat`. Waits once, or twice if the positions are not ascending.
 
     Raises:
         IndexError: a position is outside `flat`; nothing has been written.
     """
-    starts = torch.from_numpy(flat.starts).to(positions.device, non_blocking=True)
-    positions = positions.to(torch.int64)
-    ascending, *bounds = torch.cat([sorted_below(positions, len(flat)).view(1), torch.searchsorted(positions, starts)]).tolist()
-    if not ascending:
-        positions, order = positions.sort()
-        bits = bits[order]
-        bounds = torch.searchsorted(positions, starts).tolist()
-    if bounds[0] != 0 or bounds[-1] != positions.numel():
-        raise IndexError(f"positions are not all within [0, {len(flat)})")
-    for index in np.flatnonzero(np.diff(bounds)).tolist():
+    positions, bounds, order = _by_tensor(flat, positions)
+    bits = bits if order is None else bits[order]
+    counts, sizes = np.diff(bounds), np.diff(flat.starts)
+    small = (counts > 0) & (sizes <= _SMALL)
+    for index in np.flatnonzero((counts > 0) & ~small).tolist():
         here = slice(bounds[index], bounds[index + 1])
-        put_into(flat, index, positions[here] - int(flat.starts[index]), bits[here])
+        _put_into(flat, index, positions[here] - int(flat.starts[index]), bits[here])
+    for indices in _batches(np.flatnonzero(small), sizes):
+        _put_together(flat, indices, (bounds[indices], counts[indices]), positions, bits)
+
+
+def _by_tensor(flat: Flat, positions: Tensor) -> tuple[Tensor, np.ndarray, Tensor | None]:
+    """Return positions in ascending order, where those of each tensor begin among them, and their order if it was another."""
+    starts, order = _on(positions.device, flat.starts), None
+    positions = positions.to(torch.int64)
+    ascending = (positions[1:] > positions[:-1]).all().view(1)
+    told = torch.cat([torch.searchsorted(positions, starts), ascending]).cpu().numpy()
+    if not told[-1]:
+        positions, order = positions.sort()
+        told = torch.searchsorted(positions, starts).cpu().numpy()
+    bounds = told[: len(starts)]
+    if bounds[0] != 0 or bounds[-1] != len(positions):
+        raise IndexError(f"positions are not all within [0, {len(flat)})")
+    return positions, bounds, order
 
 
 def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
@@ -134,13 +157,80 @@ def checksum(frame: Tensor, skip: int = -1) -> Tensor:
     return _fold(mixed).sum()
 
 
-def read_part(view: Tensor, low: int, high: int) -> Tensor:
-    """Return elements [low, high), in row-major order, of one tensor of any strides, contiguous: a view if the tensor is."""
-    rows, at = _around(view, low, high)
-    return rows.contiguous().view(-1)[at : at + high - low]
+@torch.no_grad()
+def gathered(flat: Flat, indices: np.ndarray, low: np.ndarray, high: np.ndarray) -> Tensor:
+    """Return part [low, high) of each of some tensors, end to end, as bits of what they are read as; one that is whole is a view.
+
+    Args:
+        flat: the tensors.
+        indices, low, high: which tensors, and parts that count from their own start; only the first and the last may be cut.
+    """
+    parts = [flat.tensors[index] for index in indices.tolist()]
+    sizes = np.diff(flat.starts)[indices]
+    for place in np.flatnonzero(high - low < sizes).tolist():
+        parts[place] = _part(parts[place], int(low[place]), int(high[place]))
+    kinds = [(part.dtype, part.dtype) for part in parts]
+    if flat.dtypes is not None:
+        kinds = [(own, flat.dtypes[index]) for (own, _), index in zip(kinds, indices.tolist(), strict=True)]
+    bits = BITS[flat.width]
+    if len(set(kinds)) <= 1:
+        return _joined(parts, kinds[0][1]).view(bits) if parts else torch.empty(0, dtype=bits, device=flat.device)
+    out = torch.empty(int((high - low).sum()), dtype=bits, device=parts[0].device)
+    pieces = out.split((high - low).tolist())
+    for places, (_, dtype) in _alike(kinds):
+        joined = _joined([parts[place] for place in places], dtype).view(bits)
+        torch._foreach_copy_([pieces[place] for place in places], joined.split([len(pieces[place]) for place in places]))
+    return out
 
 
-def write_part(flat: Flat, index: int, low: int, bits: Tensor) -> None:
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return tensors of one dtype end to end, cast in one dimension."""
+    with torch.autocast(tensors[0].device.type, enabled=False):  # it has a say in torch.cat
+        return _flatten_dense_tensors(tensors).to(dtype)
+
+
+def _alike(kinds: Sequence[Kind]) -> list[tuple[list[int], Kind]]:
+    """Return the places of each kind."""
+    places: dict[Kind, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(place)
+    return [(several, kind) for kind, several in places.items()]
+
+
+def _assign(flat: Flat, indices: np.ndarray, bits: Tensor) -> None:
+    """Write bits that lie end to end into whole tensors, of any strides."""
+    tensors = [flat.tensors[index] for index in indices.tolist()]
+    kinds = _alike(list(zip(map(attrgetter("dtype"), tensors), map(Tensor.is_inference, tensors), strict=True)))
+    pieces = bits.split([tensor.numel() for tensor in tensors]) if len(kinds) > 1 else (bits,)
+    for places, (dtype, inference) in kinds:
+        into = [tensors[place] for place in places]
+        mine = torch.cat([pieces[place] for place in places]) if len(kinds) > 1 else bits
+        with torch.inference_mode(inference), torch.no_grad():
+            torch._foreach_copy_(into, _unflatten_dense_tensors(mine.view(dtype), into))
+
+
+def _put_together(flat: Flat, indices: np.ndarray, where: tuple[np.ndarray, np.ndarray], positions: Tensor, bits: Tensor) -> None:
+    """Write to several small tensors at once, through a copy of them: launching work for each would cost more.
+
+    Args:
+        flat: the tensors.
+        indices: which of them.
+        where: the place among `positions` of the first of each, and how many it has.
+        positions, bits: all of them, the positions int64 and ascending.
+    """
+    first, counts = where
+    sizes = np.diff(flat.starts)[indices]
+    device, total = positions.device, int(counts.sum())
+    moves = np.stack([first - np.cumsum(counts) + counts, np.cumsum(sizes) - sizes - flat.starts[indices]])
+    place, shift = _on(device, moves).repeat_interleave(_on(device, counts), dim=1, output_size=total)
+    place = place + torch.arange(total, device=device)
+    joined = gathered(flat, indices, np.zeros_like(sizes), sizes)
+    joined = joined.clone() if len(indices) == 1 else joined
+    joined.index_copy_(0, positions[place] + shift, bits[place])
+    _assign(flat, indices, joined)
+
+
+def _write_part(flat: Flat, index: int, low: int, bits: Tensor) -> None:
     """Copy `bits` to elements [low, low + len(bits)), in row-major order, of tensor `index`, of any strides."""
     view = _writable(flat, index)
     rows, at = _around(view, low, low + bits.numel())
@@ -152,7 +242,7 @@ def write_part(flat: Flat, index: int, low: int, bits: Tensor) -> None:
         rows.copy_(bits.view(rows.shape))
 
 
-def put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
+def _put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
     """Write each bit pattern to its position (int64, in row-major order) of tensor `index`, of any strides."""
     view = _writable(flat, index)
     with torch.inference_mode(view.is_inference()):
@@ -166,6 +256,12 @@ def _writable(flat: Flat, index: int) -> Tensor:
     """Return a view that moves the version counter of its tensor when written: one made in inference mode has its own."""
     with torch.inference_mode(False):
         return flat.view(index)
+
+
+def _part(tensor: Tensor, low: int, high: int) -> Tensor:
+    """Return elements [low, high), in row-major order, of one tensor of any strides, contiguous: a view if the tensor is."""
+    rows, at = _around(tensor.detach(), low, high)
+    return rows.contiguous().view(-1)[at : at + high - low]
 
 
 def _around(view: Tensor, low: int, high: int) -> tuple[Tensor, int]:
@@ -189,12 +285,19 @@ def _coordinates(positions: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
     return tuple(reversed(coordinates))
 
 
+def _on(device: torch.device, numbers: np.ndarray) -> Tensor:
+    """Copy numbers to a device without waiting for it."""
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
+
+
 def _live(flat: Flat, begin: int, end: int) -> Tensor:
-    """Return elements [begin, end) as one contiguous tensor: a view if they lie in one contiguous tensor."""
-    parts = [read_part(flat.view(index), low, high) for index, low, high in flat.spans(begin, end)]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else flat.view(0).new_empty(0)
+    """Return elements [begin, end) as one contiguous tensor of bits: a view if they lie in one contiguous tensor."""
+    return gathered(flat, *flat.spans(begin, end))
+
+
+def _batches(places: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """Cut places into batches of about `_BATCH` elements."""
+    return np.split(places, np.flatnonzero(np.diff(np.cumsum(sizes[places]) // _BATCH)) + 1) if len(places) else []
 
 
 def _blocks(length: int) -> int:
