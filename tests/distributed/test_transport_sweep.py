@@ -18,7 +18,7 @@ from tests.distributed.cases import Case, make_case
 from tests.distributed.launcher import Ranks
 from tests.distributed.shares import VERSIONS, peers_and_plan
 
-WORLD, CASES = 8, 30
+WORLD, CASES = 8, 40
 
 
 @pytest.fixture(scope="module")
