@@ -60,8 +60,8 @@ class _Agreed(Exception):
 class ProcessGroupTransport(Transport):
     """Carry payloads between the ranks of a process group; every member makes one, at the same time, like a group.
 
-    It has groups of its own on the store of the user's group, so its traffic never meets the user's. Nothing is pickled. It keeps no
-    history: sender and receivers meet.
+    It has groups of its own on the store of the user's group, so its traffic never meets the user's; all ranks open their transports
+    and channels over one group in the same order. Nothing is pickled. It keeps no history: sender and receivers meet.
 
     * `send` waits for its receivers, and returns once all of them have the payload, checked to the last bit; or raises on all ranks.
     * `receive` waits for the sender. Every receiver must receive every version that is sent, each payload once; to leave one
