@@ -134,7 +134,8 @@ class Chooser:
         best: ValueCodec = RAW
         cost = dense * self._byte + length * _DENSE_SECONDS[RAW] if self._byte else dense
         # Two planes at least are needed: where the changes take less, nothing more has to be measured.
-        for codec in self._relative if values.relative and size > 2 * words(length) else ():
+        asked = values.relative and (size > 2 * words(length) or DENSE in self._index)
+        for codec in self._relative if asked else ():
             whole = codec.size(values, length - count)
             each = whole * self._byte + length * _DENSE_SECONDS[codec] if self._byte else whole
             if whole < dense and each < cost:
