@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 from dte_dist.codec.index import BITMAP, DENSE, EF, I32, INDEX_CODECS, U16, IndexCodec
 from dte_dist.codec.value import MOST_RELATIVE, PLANES, RAW, ULP, ULP8, VALUE_CODECS, ValueCodec, Values
-from dte_dist.kernels.planes import words
+from dte_dist.kernels.planes import padded, words
 
 __all__ = ["FAST", "Chooser"]
 
@@ -133,8 +133,8 @@ class Chooser:
         dense = length * values.width
         best: ValueCodec = RAW
         cost = dense * self._byte + length * _DENSE_SECONDS[RAW] if self._byte else dense
-        # Two planes at least are needed: where the changes take less, nothing more has to be measured.
-        asked = values.relative and (size > 2 * words(length) or DENSE in self._index)
+        # Two planes are needed at least, or a byte each: where the changes take less, nothing more has to be measured.
+        asked = values.relative and (size > min(2 * words(length), padded(length)) or DENSE in self._index)
         for codec in self._relative if asked else ():
             whole = codec.size(values, length - count)
             each = whole * self._byte + length * _DENSE_SECONDS[codec] if self._byte else whole
