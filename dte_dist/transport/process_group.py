@@ -151,6 +151,7 @@ class ProcessGroupTransport(Transport):
         _, error = _or_error(lambda: self._check_payload(payload))
         if error is not None:
             self._refuse(error, version, timeout)
+        self._own = None
         if self._rank in self._roles.senders:
             self._meet(version, payload, None, timeout)
         self._own = payload
@@ -204,8 +205,8 @@ class ProcessGroupTransport(Transport):
         if source not in self._roles.needs.get(self._rank, ()):
             raise ValueError(f"rank {self._rank} does not get the payloads of rank {source}")
         if source == self._rank or self._rank in self._roles.senders:
-            what, fix = "a rank that sends, too, asked for a version that it has not sent, or has received", "push, then pull once"
-            raise VersionGap(what, ranks=[self._rank], expected=f"v{version}", got="none" if self._met is None else f"v{self._met}", fix=fix)
+            what, got = "a rank that sends, too, asked for a version that it has not sent, or has received", self._met
+            raise VersionGap(what, ranks=[self._rank], expected=version, got="none" if got is None else got, fix="push, then pull once")
 
     def _take(self, version: int, source: int) -> Payload | None:
         """Give out a payload that is here."""
@@ -233,7 +234,7 @@ class ProcessGroupTransport(Transport):
         seconds, wrong = _or_error(lambda: check_timeout(timeout))
         for wire in self._wires:
             wire.timeout = timedelta(seconds=min(seconds or self._patience, self._patience))
-        self._kept, self._own, self._met = {}, None, None
+        self._kept, self._met = {}, None
         self._kept = self._guarded(lambda: self._exchange(version, payload, error or wrong))
         self._met = version
 

@@ -328,6 +328,33 @@ def test_what_a_rank_sends_itself_does_not_travel(ranks: Ranks) -> None:
     assert [set(each) for each in sent] == [{1}, {0}, set(), set()]
 
 
+def one_sided(rank: int, world: int) -> list[float]:
+    """Rank 0 holds all rows and sends only to itself; its first payload to come is that of rank 1, the root of the plan."""
+    full = torch.arange(32.0).view(8, 4)
+    sources = {1: [("w", full[4:].clone(), (8, 4), (4, 0))], 0: [("w", full[:4].clone(), (8, 4), (0, 0))]}
+    copies = {0: torch.zeros(8, 4), 2: torch.zeros(2, 4)}
+    senders = {each: Layout.from_views(views) for each, views in sources.items()}
+    targets = {each: Layout.from_views([("w", copies[each], (8, 4), (low, 0))]) for each, low in ((0, 0), (2, 5))}
+    plan = Plan.between(senders, targets)
+    transport = ProcessGroupTransport(plan=plan, timeout=PATIENCE)
+    engine = DeltaEngine(transport, plan=plan, rank=rank, timeout=PATIENCE)
+    for version in range(3):
+        if rank in senders:
+            engine.push(senders[rank], version)
+            sources[rank][0][1][version] += 1
+        if rank in targets:
+            engine.pull(targets[rank], version)
+    transport.close()
+    return copies[rank].view(-1).tolist() if rank in copies else []
+
+
+def test_a_receiver_that_sends_only_to_itself(ranks: Ranks) -> None:
+    expected = torch.arange(32.0).view(8, 4)
+    for version in range(2):
+        expected[[version, 4 + version]] += 1
+    assert ranks.run(one_sided) == [expected.view(-1).tolist(), [], expected[5:7].reshape(-1).tolist(), []]
+
+
 def as_a_user_would(rank: int, world: int) -> tuple[list[str], list[str]]:
     """Two trainers with DTensors on a mesh, two rollout ranks cut the other way; every rank knows only what it holds itself."""
     trainers, rollouts = [0, 1], [2, 3]
