@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dte_dist.kernels import BITS, Flat, loops
 from dte_dist.kernels import cpu_arrays as arrays
-from dte_dist.kernels.cpu_arrays import SAMPLES, STREAM, address
+from dte_dist.kernels.cpu_arrays import SAMPLES, address
 from dte_dist.kernels.table import Table
 from dte_dist.kernels.threads import split
 
@@ -50,7 +50,7 @@ def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bit
         where = (then + width * low, to + 4 * low, into + width * low)
         return low, loops.diff(sample, width, table.address, begin + low, begin + high, begin, *where)
 
-    return arrays.join(split(part, length, least=STREAM // width), (to, 4), (into, width))
+    return arrays.join(split(part, length, least=arrays.STREAM // width), (to, 4), (into, width))
 
 
 def read(flat: Flat, begin: int, out: Tensor) -> None:
@@ -63,7 +63,7 @@ def read(flat: Flat, begin: int, out: Tensor) -> None:
 def write(flat: Flat, begin: int, bits: Tensor) -> None:
     """Copy `bits`, of the width of `flat`, to its elements [begin, begin + len(bits)); the tensors' version counters move."""
     arrays.check_range(flat, begin, begin + bits.numel())
-    arrays.bump(flat, _copy(flat, flat.table, begin, bits, True))
+    arrays.bump(flat, _copy(flat, arrays.bits_table(flat), begin, bits, True))
 
 
 def _copy(flat: Flat, table: Table, begin: int, bits: Tensor, inward: bool) -> np.ndarray:
@@ -74,7 +74,7 @@ def _copy(flat: Flat, table: Table, begin: int, bits: Tensor, inward: bool) -> n
     def part(low: int, high: int) -> None:
         loops.copy(sample, width, table.address, begin + low, begin + high, buffer + width * low, inward, marks)
 
-    split(part, bits.numel(), least=STREAM // width)
+    split(part, bits.numel(), least=arrays.STREAM // width)
     return np.flatnonzero(touched)
 
 
@@ -90,12 +90,12 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
         IndexError: a position is outside `flat`; some of the others have been written.
     """
     count, width, touched = positions.numel(), flat.width, np.zeros(len(flat.tensors), np.bool_)
-    sample, wide, marks = SAMPLES[bits.dtype], arrays.is_wide(positions), touched.ctypes.data
+    sample, wide, marks, table = SAMPLES[bits.dtype], arrays.is_wide(positions), touched.ctypes.data, arrays.bits_table(flat)
     at, new, size = address(positions), address(bits, count, width=width), positions.element_size()
 
     def part(low: int, high: int) -> int:
         where = (at + size * low, wide, new + width * low)
-        return low + loops.scatter(sample, width, flat.table.address, *where, high - low, marks) - high
+        return low + loops.scatter(sample, width, table.address, *where, high - low, marks) - high
 
     missing = split(part, count, least=arrays.RANDOM)
     arrays.bump(flat, np.flatnonzero(touched))
@@ -170,7 +170,7 @@ def checksum(frame: Tensor, skip: int = -1) -> int:
     if rest:
         raise ValueError(f"a checksum needs whole words of 8 bytes, not {frame.numel()} bytes")
     at = address(frame, dtype=torch.uint8)
-    total = sum(split(lambda low, high: int(loops.checksum(at, low, high, skip)), words, least=STREAM // 8)) & (1 << 64) - 1
+    total = sum(split(lambda low, high: int(loops.checksum(at, low, high, skip)), words, least=arrays.STREAM // 8)) & (1 << 64) - 1
     return total - (total >> 63 << 64)
 
 

@@ -16,8 +16,8 @@ from dte_dist.kernels import Flat, loops, torch_ops
 from dte_dist.kernels.table import Table
 
 __all__ = [
-    "COUNTERS", "RANDOM", "SAMPLES", "STREAM", "OneTensor", "address", "bump", "check_all", "check_range", "is_wide", "join", "readable",
-    "rounds_as_torch",
+    "COUNTERS", "RANDOM", "SAMPLES", "STREAM", "OneTensor", "address", "bits_table", "bump", "check_all", "check_range", "is_wide", "join",
+    "readable", "rounds_as_torch",
 ]  # fmt: skip
 
 SAMPLES: Final = {
@@ -60,6 +60,13 @@ def check_all(missing: list[int], positions: Tensor, length: int) -> None:
     """Raise IndexError if a part of the positions was not gone through to its end: it stopped that many before it."""
     if any(missing):
         raise IndexError(f"a position of {positions.numel()} is not within [0, {length})")
+
+
+def bits_table(flat: Flat) -> Table:
+    """Return the table of tensors whose own bits are read or written; what is cast as it is read has none."""
+    if flat.dtypes is not None:
+        raise ValueError("tensors that are read as another dtype can only be read")
+    return flat.table
 
 
 def readable(flat: Flat, begin: int, end: int) -> tuple[Table, Tensor | None]:

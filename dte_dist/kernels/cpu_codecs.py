@@ -127,19 +127,19 @@ def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
 def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, out: Tensor | None) -> tuple[np.ndarray, list[int]]:
     """Move the bits, into `out` if there is one. Return which tensors were met, and what `check_all` wants to know."""
     count, width, touched = len(positions), flat.width, np.zeros(len(flat.tensors), np.bool_)
-    sample, top, table, marks = SAMPLES[distances.dtype], _TOPS[distances.dtype], flat.table.address, touched.ctypes.data
+    sample, top, table, marks = SAMPLES[distances.dtype], _TOPS[distances.dtype], arrays.bits_table(flat), touched.ctypes.data
     at, by, into = address(positions, dtype=torch.int64), address(distances, count, width=width), 0 if out is None else out.data_ptr()
 
     def part(low: int, high: int) -> int:
         where = (at + 8 * low, by + width * low, high - low, marks, into and into + width * low)
-        return low + codec_loops.scatter_add(sample, top, width, table, *where) - high
+        return low + codec_loops.scatter_add(sample, top, width, table.address, *where) - high
 
     return touched, split(part, count, least=arrays.RANDOM)
 
 
 def collect(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on: the reverse of `place`."""
-    cpu_remap.copy(remap, first, bits, flat.table, False)
+    cpu_remap.copy(remap, first, bits, arrays.bits_table(flat), False)
 
 
 def encode_bitmap(positions: Tensor, length: int) -> Tensor:

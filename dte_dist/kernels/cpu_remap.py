@@ -50,7 +50,7 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
 
 def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy the dense bits of source positions [first, first + len(bits)) to where `flat`, a receiver's space, holds them."""
-    arrays.bump(flat, copy(remap, first, bits, flat.table, True))
+    arrays.bump(flat, copy(remap, first, bits, arrays.bits_table(flat), True))
 
 
 def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:

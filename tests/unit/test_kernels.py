@@ -14,6 +14,7 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import cpu, torch_ops
+from dte_dist.kernels.table import addresses_of
 
 FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 STRIDED = {3, 5, 6}
@@ -124,6 +125,53 @@ def test_scatter(kernel: ModuleType, width: int, order: str, counter: torch.dtyp
         assert np.array_equal(bits_of(tensors, width), expected)
         touched = set(np.searchsorted(flat.starts, positions, side="right") - 1)
         assert {i for i, (a, b) in enumerate(zip(before, versions(tensors), strict=True)) if a != b} == touched
+
+
+@both
+@pytest.mark.parametrize("small", [0, 20, 1 << 16])
+@pytest.mark.parametrize("batch", [1, 64, 1 << 24])
+def test_tensors_of_all_sizes_and_dtypes(kernel: ModuleType, small: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are gathered and written many at a time: of several dtypes, some strided, some made in inference mode."""
+    monkeypatch.setattr(torch_ops, "_SMALL", small)
+    monkeypatch.setattr(torch_ops, "_BATCH", batch)
+    rng, tensors = np.random.default_rng(4), []
+    for number, size in enumerate(rng.integers(0, 50, 120).tolist()):
+        dtype = (torch.bfloat16, torch.float16, torch.int16)[number // 3 % 3 if number % 2 else 0]
+        with torch.inference_mode(number % 7 == 3):
+            tensor = random_bits(2 * size, 2, number).clone().view(dtype)
+            tensor = tensor.view(2, size).t() if number % 5 == 0 else tensor
+        is_parameter = number % 9 == 1 and dtype.is_floating_point and not tensor.is_inference()
+        tensors.append(torch.nn.Parameter(tensor) if is_parameter else tensor)
+    flat, expected = FlatTensors(tensors, 2), bits_of(tensors, 2)
+    counted = [number for number, tensor in enumerate(tensors) if not tensor.is_inference()]
+    for begin, end in [(0, len(flat)), (11, len(flat) - 13), (1000, 1001)]:
+        out = torch.zeros(end - begin, dtype=torch.int16)
+        kernel.read(flat, begin, out)
+        assert np.array_equal(out.numpy(), expected[begin:end])
+        before, new = {number: tensors[number]._version for number in counted}, random_bits(end - begin, 2, seed=begin)
+        kernel.write(flat, begin, new)
+        expected[begin:end] = new.numpy()
+        assert np.array_equal(bits_of(tensors, 2), expected)
+        assert {n for n in counted if tensors[n]._version != before[n]} == set(flat.spans(begin, end)[0].tolist()) & {*counted}
+    for count in (1, 40, len(flat)):
+        positions, new = rng.permutation(len(flat))[:count], random_bits(count, 2, seed=count)
+        before = {number: tensors[number]._version for number in counted}
+        kernel.scatter(flat, torch.from_numpy(positions), new)
+        expected[positions] = new.numpy()
+        assert np.array_equal(bits_of(tensors, 2), expected)
+        touched = set((np.searchsorted(flat.starts, positions, side="right") - 1).tolist())
+        assert {n for n in counted if tensors[n]._version != before[n]} == touched & {*counted}
+
+
+@both
+def test_autocast_has_no_say(kernel: ModuleType) -> None:
+    tensors = make_tensors(1) + [tensor.view(torch.uint8) for tensor in make_tensors(1, 5)]
+    flat, out = FlatTensors(tensors, 1), torch.zeros(sum(tensor.numel() for tensor in tensors), dtype=torch.uint8)
+    with torch.autocast("cpu"):
+        kernel.read(flat, 0, out)
+        kernel.write(flat, 0, out)
+        kernel.scatter(flat, torch.arange(len(out)), out)
+    assert np.array_equal(bits_of(tensors, 1), out.numpy())
 
 
 @both
@@ -293,6 +341,13 @@ def test_checksum(kernel: ModuleType, words: int) -> None:
 def test_checksum_needs_words(kernel: ModuleType) -> None:
     with pytest.raises(ValueError, match="whole words"):
         kernel.checksum(torch.zeros(12, dtype=torch.uint8), 1)
+
+
+def test_tables_take_columns_of_int64_only() -> None:
+    with pytest.raises(ValueError, match="int64"):
+        addresses_of(np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match="contiguous"):
+        addresses_of(np.zeros(6, np.int64)[::2])
 
 
 def test_on_and_warm() -> None:

@@ -216,6 +216,49 @@ def test_blocks_that_are_cut_along_every_dimension(kernel: ModuleType, seed: int
     assert content(flat) == expected
 
 
+@st.composite
+def rectangles(draw):
+    """Draw the shape of a slot and two rectangles of it that overlap mostly; one to six dimensions, of length one too."""
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=1, max_size=6)))
+    blocks = []
+    for _ in range(2):
+        low = [draw(st.integers(0, (size - 1) // 2)) for size in shape]
+        length = [draw(st.integers((size - at + 1) // 2, size - at)) for size, at in zip(shape, low, strict=True)]
+        blocks.append(Block.rectangle(tuple(low), tuple(length)))
+    return shape, *blocks
+
+
+@settings(max_examples=200, deadline=None)
+@given(rectangles(), st.sampled_from([1, 2, 4, 8]))
+def test_rectangles_within_rectangles(drawn, width: int) -> None:
+    """The common case: one run along each axis, between two other slots."""
+    shape, own, theirs = drawn
+    source, receiver = (space_of(width, (0, Block.whole((3,))), (1, block), (2, Block.whole((2,)))) for block in (own, theirs))
+    bits = random_bits(source.numel, width)
+    several = homes(source, receiver, [(3,), shape, (2,)])
+    wanted = sorted((home, bit) for home_, bit in zip(several, bits.tolist(), strict=True) for home in home_)
+    for kernel in KERNELS:
+        assert sorted(translated(kernel, build_remaps(source, receiver), 0, range(source.numel), bits)) == wanted
+
+
+@pytest.mark.parametrize("shape", [(65535, 65537), (65536, 65536), (3, 1431655765), (1431655765, 3), (1 << 10, 1 << 11, (1 << 11) - 1)])
+def test_quotients_are_exact_up_to_the_last_position(shape: tuple[int, ...]) -> None:
+    """About 2^32 elements, just below and just above: with products or with divisions, where rows end as well."""
+    source = whole_space(2, shape)
+    receiver = space_of(2, (0, Block.rectangle(tuple(min(1, size - 2) for size in shape), tuple(size - 2 for size in shape))))
+    (remap,) = build_remaps(source, receiver)
+    rng = np.random.default_rng(0)
+    for first in (0, 1 << 31, source.numel - (1 << 20)):
+        size = min(shape[-1], 1 << 19)
+        ends = np.arange(size - first % size, 1 << 20, size)
+        near = np.concatenate([ends - 1, ends, ends + 1, rng.integers(0, 1 << 20, 3000), [(1 << 20) - 1]])
+        positions = torch.from_numpy(np.unique(near[(near >= 0) & (near < 1 << 20)]).astype(np.int32))
+        bits = random_bits(len(positions), 2)
+        found, expected = (kernel.translate(remap, first, positions, bits) for kernel in KERNELS)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
 @both
 def test_entries_with_axes_that_touch_stay_apart(kernel: ModuleType) -> None:
     """Two parts of a slot end to end on the source, of which the receiver has the outer columns."""
