@@ -9,7 +9,6 @@ changes to many small tensors go through a copy of them. Only large ones (`_SMAL
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import attrgetter
 from typing import Final, TypeVar
 
 import numpy as np
@@ -24,6 +23,11 @@ __all__ = [
 ]  # fmt: skip
 
 Kind = TypeVar("Kind", bound=Hashable)
+
+_USUAL: Final = {
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+}  # fmt: skip
+"""Dtypes that any device can copy and join; others are taken for integers."""
 
 _BLOCK_BITS: Final = 16
 _SMALL: Final = 1 << 16  # elements of a tensor: launching work for it alone takes longer than copying it there and back
@@ -185,6 +189,9 @@ def gathered(flat: Flat, indices: np.ndarray, low: np.ndarray, high: np.ndarray)
 
 def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return tensors of one dtype end to end, cast in one dimension."""
+    if tensors[0].dtype == dtype and dtype not in _USUAL:
+        tensors = [tensor.view(BITS[dtype.itemsize]) for tensor in tensors]
+        dtype = tensors[0].dtype
     with torch.autocast(tensors[0].device.type, enabled=False):  # it has a say in torch.cat
         return _flatten_dense_tensors(tensors).to(dtype)
 
@@ -198,15 +205,19 @@ def _alike(kinds: Sequence[Kind]) -> list[tuple[list[int], Kind]]:
 
 
 def _assign(flat: Flat, indices: np.ndarray, bits: Tensor) -> None:
-    """Write bits that lie end to end into whole tensors, of any strides."""
-    tensors = [flat.tensors[index] for index in indices.tolist()]
-    kinds = _alike(list(zip(map(attrgetter("dtype"), tensors), map(Tensor.is_inference, tensors), strict=True)))
-    pieces = bits.split([tensor.numel() for tensor in tensors]) if len(kinds) > 1 else (bits,)
-    for places, (dtype, inference) in kinds:
-        into = [tensors[place] for place in places]
+    """Write bits that lie end to end into whole tensors, of any strides.
+
+    As integers: on a GPU `torch._foreach_copy_` copies bfloat16 by way of float32, to which all NaNs are one.
+    """
+    with torch.inference_mode(False):  # see `_writable`
+        views = [flat.view(index) for index in indices.tolist()]
+    kinds = _alike(list(map(Tensor.is_inference, views)))
+    pieces = bits.split([view.numel() for view in views]) if len(kinds) > 1 else (bits,)
+    for places, inference in kinds:
+        into = [views[place] for place in places]
         mine = torch.cat([pieces[place] for place in places]) if len(kinds) > 1 else bits
         with torch.inference_mode(inference), torch.no_grad():
-            torch._foreach_copy_(into, _unflatten_dense_tensors(mine.view(dtype), into))
+            torch._foreach_copy_(into, _unflatten_dense_tensors(mine, into))
 
 
 def _put_together(flat: Flat, indices: np.ndarray, where: tuple[np.ndarray, np.ndarray], positions: Tensor, bits: Tensor) -> None:
