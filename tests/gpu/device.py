@@ -31,15 +31,12 @@ only_gpu = pytest.mark.skipif(not ON_GPU, reason="means nothing without a CUDA d
 
 FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 PAIRS = {"cpu": "torch_ops", "cpu_remap": "torch_remap", "cpu_codecs": "torch_codecs"}
-"""Modules of kernels, and those that do the same on an accelerator; the last ones as soon as they are there."""
+"""Modules of kernels, and those that do the same on an accelerator."""
 
 
-def module(name: str) -> ModuleType | None:
-    """Return a module of kernels, None if there is no such module yet."""
-    try:
-        return import_module(f"dte_dist.kernels.{name}")
-    except ModuleNotFoundError:
-        return None
+def module(name: str) -> ModuleType:
+    """Return a module of kernels."""
+    return import_module(f"dte_dist.kernels.{name}")
 
 
 def begin() -> None:
@@ -47,7 +44,8 @@ def begin() -> None:
     if ON_GPU:
         torch.cuda.set_device(0)
     else:
-        kernels._module = lambda name: module(PAIRS.get(name, name))  # type: ignore[assignment]
+        kernels.on, kernels.remaps_on = (lambda _: module("torch_ops")), (lambda _: module("torch_remap"))
+        kernels.codecs_on = lambda device: module("cpu_codecs" if isinstance(device, str) else "torch_codecs")  # by name: the host's own
         kernels.warm = lambda *_: None
 
 

@@ -59,7 +59,7 @@ def churn() -> None:
             torch.empty(1 << power, dtype=torch.uint8, device=DEVICE).fill_(0xA5)
 
 
-def train_and_sync(rank: int, world: int, collective: str, background: bool, side: bool) -> list[Any]:
+def train_and_sync(rank: int, world: int, collective: str, codec: str, background: bool, side: bool) -> list[Any]:  # noqa: PLR0917
     """Train and sync; with `background` the optimizer steps at once after the call, on a stream of the caller's own with `side`."""
     begin()
     group = dist.new_group([0], backend=BACKEND)
@@ -76,7 +76,7 @@ def train_and_sync(rank: int, world: int, collective: str, background: bool, sid
             if ON_GPU and side:
                 with torch.cuda.stream(torch.cuda.default_stream()):
                     torch.cuda._sleep(20_000_000)  # whatever is queued on the default stream comes late
-            found = getattr(dte_dist, collective)(trained, group, into=into, async_op=background)
+            found = getattr(dte_dist, collective)(trained, group, into=into, async_op=background, codec=codec)
             if background:
                 step_of(trained, optimizer)
                 churn()
@@ -93,8 +93,9 @@ def train_and_sync(rank: int, world: int, collective: str, background: bool, sid
 
 @collectives
 @pytest.mark.parametrize(("background", "side"), [(False, False), (True, False), (False, True), (True, True)])
-def test_a_rank_trains_and_infers(ranks, collective: str, background: bool, side: bool) -> None:
-    assert ranks.run(train_and_sync, collective, background, side) == [[]]
+@pytest.mark.parametrize("codec", ["fast", "small"])
+def test_a_rank_trains_and_infers(ranks, collective: str, codec: str, background: bool, side: bool) -> None:
+    assert ranks.run(train_and_sync, collective, codec, background, side) == [[]]
 
 
 def not_held_up(rank: int, world: int) -> tuple[bool, bool]:

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist.change.flat import BITS, FlatTensors
-from dte_dist.kernels import cpu, cpu_remap, torch_ops, torch_remap
+from dte_dist.kernels import cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops, torch_remap
+from dte_dist.kernels.planes import ef_size
 from dte_dist.plan.remap import build_remaps
 from tests.gpu.device import DEVICE, FLOATS, PAIRS, content, flats, module, only_gpu, random_bits, settle, tier, waits
 from tests.unit.geometry import pairs_of_spaces, whole_space
 
 pytestmark = tier
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
-seeds = pytest.mark.parametrize("seed", range(25))
+seeds = pytest.mark.parametrize("seed", range(12))
 counters = pytest.mark.parametrize("counter", [torch.int32, torch.int64])
 some = settings(max_examples=60, deadline=None)
 NOT_KERNELS = {"warm", "bump", "best_low", "plan"}
@@ -28,8 +29,8 @@ NOT_KERNELS = {"warm", "bump", "best_low", "plan"}
 def test_the_device_has_every_kernel_of_the_cpu() -> None:
     for ours, theirs in PAIRS.items():
         mine = module(ours)
-        public = {name for name in mine.__all__ if inspect.isfunction(getattr(mine, name))} - NOT_KERNELS if mine else set()
-        assert not public - set(getattr(module(theirs), "__all__", ())), f"kernels of {ours} that {theirs} lacks"
+        public = {name for name in mine.__all__ if inspect.isfunction(getattr(mine, name))} - NOT_KERNELS
+        assert public - set(module(theirs).__all__) == set(), f"kernels of {ours} that {theirs} lacks"
 
 
 def ranges(total: int, seed: int) -> list[tuple[int, int]]:
@@ -209,6 +210,82 @@ def test_checksum(words: int) -> None:
             assert int(torch_ops.checksum(there[frame], skip)) == cpu.checksum(memory[frame].clone(), skip)
 
 
+# Codecs ------------------------------------------------------------------------------------------------------------------
+
+
+def distances_of(count: int, width: int, kind: str) -> Tensor:
+    """Return distances as training makes them, or any, or the extremes."""
+    rng, top = np.random.default_rng(count), 1 << (8 * width - 1)
+    drawn = {
+        "steps": rng.geometric(0.6, count) * rng.choice([-1, 1], count), "any": rng.integers(-top, top, count),
+        "far": rng.choice(np.array([-top, top - 1, 127, 128, -128, 1, -1, 256, 257, -300], np.int64), count),
+    }[kind]  # fmt: skip
+    return torch.from_numpy(((drawn + top) % (2 * top) - top).astype(f"i{width}").view("u1")).view(BITS[width])
+
+
+@widths
+@seeds
+def test_distances_in_a_flat_array(width: int, seed: int) -> None:
+    here, there = flats(seed, width)
+    positions = torch.from_numpy(np.random.default_rng(seed).permutation(len(here))[: len(here) // 2]).to(torch.int64)
+    far = random_bits(len(positions), width, seed)
+    assert torch.equal(torch_codecs.moved(there, positions.to(DEVICE), far.to(DEVICE)).cpu(), cpu_codecs.moved(here, positions, far))
+    cpu_codecs.scatter_add(here, positions, far)
+    torch_codecs.scatter_add(there, positions.to(DEVICE), far.to(DEVICE))
+    assert torch.equal(content(there.tensors, width), content(here.tensors, width))
+    array, sorted_ = content(here.tensors, width), positions.sort()[0].to(torch.int32)
+    bits, moving = random_bits(len(sorted_), width, seed + 1), array.to(DEVICE)
+    found = torch_codecs.distances(moving, sorted_.to(DEVICE), bits.to(DEVICE))
+    assert torch.equal(found.cpu(), cpu_codecs.distances(array, sorted_, bits))
+    torch_codecs.put_add(moving, sorted_.to(DEVICE), found)
+    assert torch.equal(moving.cpu()[sorted_.long()], bits)
+
+
+@pytest.mark.parametrize("length", [1, 64, 65537, 1 << 18])
+@pytest.mark.parametrize("density", [0.0001, 0.01, 0.5, 1.0])
+def test_positions_as_bits_and_as_elias_fano(length: int, density: float) -> None:
+    positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32))
+    count, there = len(positions), positions.to(DEVICE)
+    for low in {0, 1, 7, 8, 9, cpu_codecs.best_low(count, length)[0]} if count else ():
+        stream = cpu_codecs.encode_ef(positions, length, low)
+        assert len(stream) == ef_size(count, length, low)
+        assert torch.equal(torch_codecs.encode_ef(there, length, low).cpu(), stream)
+        agree(lambda codecs, bits, low=low: codecs.decode_ef(bits, count, length, low), stream)
+    stream = cpu_codecs.encode_bitmap(positions, length)
+    assert torch.equal(torch_codecs.encode_bitmap(there, length).cpu(), stream)
+    agree(lambda codecs, bits: codecs.decode_bitmap(bits, count, length), stream)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["steps", "any", "far"])
+@pytest.mark.parametrize("count", [1, 63, 1000, 70_000])
+def test_distances_as_bytes_and_as_planes(width: int, kind: str, count: int) -> None:
+    values = distances_of(count, width, kind)
+    here, there = (codecs.measure(values.to(device)) for codecs, device in ((cpu_codecs, "cpu"), (torch_codecs, DEVICE)))
+    assert here.numbers[: len(there.numbers)].tolist() == there.numbers.tolist()
+    plan, escapes = cpu_codecs.plan(here, width), int(here.numbers[33])
+    stream = cpu_codecs.encode_ulp8(here, width)
+    assert torch.equal(torch_codecs.encode_ulp8(there, width).cpu(), stream)
+    agree(lambda codecs, bits: codecs.decode_ulp8(bits, count, values.dtype, escapes), stream)
+    stream = cpu_codecs.encode_planes(here, width, plan)
+    assert torch.equal(torch_codecs.encode_planes(there, width, plan).cpu(), stream)
+    agree(lambda codecs, bits: codecs.decode_planes(bits, count, values.dtype, plan), stream)
+
+
+def agree(decode, stream: Tensor) -> None:
+    """Decode a stream, and some that are not sound, with the kernels of both kinds of device."""
+    for seed in range(6):
+        hostile = stream.clone()
+        if seed:
+            rng = np.random.default_rng(seed)
+            hostile[torch.from_numpy(rng.integers(0, len(stream), seed))] ^= int(rng.integers(1, 256))
+        (expected, sound), (found, agreed) = decode(cpu_codecs, hostile), decode(torch_codecs, hostile.to(DEVICE))
+        assert bool(agreed) == sound
+        assert sound or seed
+        assert not sound or torch.equal(found.cpu(), expected)
+    settle()
+
+
 # Translation -------------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +319,10 @@ def test_translate_place_and_fetch(data) -> None:
             torch_remap.place(remap, begin, dense.to(DEVICE), there)
             cpu_remap.fetch(remap, begin, fetched[0], array)
             torch_remap.fetch(remap, begin, fetched[1], array.to(DEVICE))
+            collected = [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)]
+            cpu_codecs.collect(remap, begin, collected[0], here)
+            torch_codecs.collect(remap, begin, collected[1], there)
+            assert torch.equal(collected[1].cpu(), collected[0])
         assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(fetched[1].cpu(), fetched[0])
 
@@ -291,6 +372,12 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
     (remap,) = build_remaps(space, space)
     out, frame = torch.empty_like(known), torch.zeros(8000, dtype=torch.uint8, device=DEVICE)
     stream = torch_ops.encode_u16(positions, len(flat))
+    far = torch.tensor([1, -1, 300, -2], dtype=torch.int32, device=DEVICE).repeat(len(positions) // 4 + 1)[: len(positions)]
+    classes = torch_codecs.measure(far)
+    plan, low = cpu_codecs.plan(cpu_codecs.measure(far.cpu()), 4), cpu_codecs.best_low(len(positions), len(flat))[0]
+    planes, ulps = torch_codecs.encode_planes(classes, 4, plan), torch_codecs.encode_ulp8(classes, 4)
+    ef, bitmap = torch_codecs.encode_ef(positions, len(flat), low), torch_codecs.encode_bitmap(positions, len(flat))
+    count, escapes, wide = len(positions), int(classes.numbers[-1]), positions.to(torch.int64)
     torch_remap.translate(remap, 0, positions, bits)  # copies the tables to the device, once
     backwards = positions.flip(0)
     calls = {
@@ -308,6 +395,20 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "translate": (1, lambda: torch_remap.translate(remap, 0, positions, bits)),
         "place": (2, lambda: torch_remap.place(remap, 0, known, flat)),
         "fetch": (1, lambda: torch_remap.fetch(remap, 0, out, known)),
+        "distances": (0, lambda: torch_codecs.distances(known, positions, bits)),
+        "put_add": (0, lambda: torch_codecs.put_add(out, positions, far)),
+        "encode_ef": (0, lambda: torch_codecs.encode_ef(positions, len(flat), low)),
+        "decode_ef": (0, lambda: torch_codecs.decode_ef(ef, count, len(flat), low)),
+        "encode_bitmap": (0, lambda: torch_codecs.encode_bitmap(positions, len(flat))),
+        "decode_bitmap": (0, lambda: torch_codecs.decode_bitmap(bitmap, count, len(flat))),
+        "decode_ulp8": (0, lambda: torch_codecs.decode_ulp8(ulps, count, torch.int32, escapes)),
+        "decode_planes": (0, lambda: torch_codecs.decode_planes(planes, count, torch.int32, plan)),
+        "measure": (1, lambda: torch_codecs.measure(far)),
+        "encode_ulp8": (1, lambda: torch_codecs.encode_ulp8(classes, 4)),
+        "encode_planes": (3, lambda: torch_codecs.encode_planes(classes, 4, plan)),
+        "moved": (1, lambda: torch_codecs.moved(flat, wide, far)),
+        "scatter_add": (2, lambda: torch_codecs.scatter_add(flat, wide, far)),
+        "collect": (2, lambda: torch_codecs.collect(remap, 0, out, flat)),
     }
     for _, call in calls.values():
         call()

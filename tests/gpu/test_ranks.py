@@ -5,6 +5,7 @@ NCCL refuses several ranks on one GPU, and so does nothing here run on it; `test
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str, d
     for step in range(3):
         report = getattr(dte_dist, collective)(
             into if mine is None else mine, group, group_src=case.group_src, into=None if mine is None else into,
-            wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=TIMEOUT,
+            wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=TIMEOUT, codec=case.codec,
         )  # fmt: skip
         faults += [] if report.version == step + 1 and (report.kind == "full") == (step == 0) else [f"{case.seed} step {step}: {report}"]
         for name, tensor in (copy or {}).items():
@@ -92,6 +93,7 @@ def sweep(rank: int, world: int, seeds: list[str], collective: str, devices: tup
     faults = []
     for seed in seeds:
         case = make_case(seed, world, most=world // 2)
+        case.codec = random.Random(seed).choice(("fast", "small", "auto", "ef+planes", "u16+ulp8", "bitmap+ulp", "dense+planes"))
         group = dist.new_group(case.group)
         case.group_src = [sorted(case.group).index(source) for source in case.sources]
         if rank in case.group:
@@ -265,7 +267,7 @@ def kinds_of_memory(rank: int, world: int, collective: str, kind: str, devices: 
         expected = fill(step)
         for name, tensor in source.items():
             tensor.copy_(expected[name])
-        report = getattr(dte_dist, collective)(layout, timeout=TIMEOUT, mode="full" if step == 3 else "delta")
+        report = getattr(dte_dist, collective)(layout, timeout=TIMEOUT, mode="full" if step == 3 else "delta", codec="small")
         faults += [] if report.kind == ("full" if step in (0, 3) else "delta") else [str(report)]
         for name, tensor in receiving.items() if rank else ():
             if not same_bits(tensor, expected[name]) or tensor.data_ptr() != before[name]:
