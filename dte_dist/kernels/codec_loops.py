@@ -12,7 +12,7 @@ which the caller has compared with what is there, and no byte of a stream.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from dte_dist.kernels.loops import element, find
 from dte_dist.kernels.memory import at as _at
-from dte_dist.kernels.memory import column
+from dte_dist.kernels.memory import column, stack
 from dte_dist.kernels.memory import lowest as _lowest
 from dte_dist.kernels.memory import ones as _ones
 from dte_dist.kernels.planes import ef_size, low_size, padded, words
@@ -30,6 +30,7 @@ from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 
 _U8, _I32, _U32, _I64, _U64 = np.uint8(0), np.int32(0), np.uint32(0), np.int64(0), np.uint64(0)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
+_SOME: Final = 512  # elements that are looked at together: what they need fits into `stack`, and their cache lines into the first cache
 _BITS, _INT, _BYTE = ir.VectorType(ir.IntType(1), 64), ir.VectorType(ir.IntType(32), 64), ir.VectorType(ir.IntType(8), 64)
 
 
@@ -107,15 +108,31 @@ def _bit_length(_typing: Any, word: Any) -> Any:
     return types.int64(types.uint32), generate
 
 
+def _in_order(builder: Any, bits: Any) -> Any:
+    """Return where a bit pattern is in the order, or the reverse: b ^ ((b >> (w - 1)) & most), which is its own inverse."""
+    kind = bits.type
+    sign = builder.ashr(bits, ir.Constant(kind, kind.width - 1))
+    return builder.xor(bits, builder.and_(sign, ir.Constant(kind, (1 << (kind.width - 1)) - 1)))
+
+
 @intrinsic
-def _cut(_typing: Any, value: Any, sample: Any) -> Any:
-    """Return a uint64 modulo the range of the type of `sample`."""
+def _distance(_typing: Any, bits: Any, known: Any) -> Any:
+    """Return how far a bit pattern is from a known one, modulo the range of their type."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = context.get_value_type(signature.return_type)
-        return args[0] if kind.width == 64 else builder.trunc(args[0], kind)
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.sub(_in_order(builder, args[0]), _in_order(builder, args[1]))
 
-    return sample(types.uint64, sample), generate
+    return bits(bits, known), generate
+
+
+@intrinsic
+def _moved(_typing: Any, bits: Any, distance: Any) -> Any:
+    """Return the bit pattern that is so far from another one."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return _in_order(builder, builder.add(_in_order(builder, args[0]), args[1]))
+
+    return bits(bits, distance), generate
 
 
 @njit(nogil=True, cache=True)
@@ -407,42 +424,47 @@ def decode_ulp8(stream, count, width, escapes, distances):
 
 
 @njit(nogil=True, cache=True)
-def _ordered(bits, top):
-    """Return where a bit pattern, whose sign is bit number `top`, is in the order; also the reverse, for the map is its own inverse."""
-    return bits ^ (((_ONE << top) - _ONE) * (bits >> top))
+def _all_below(position, begin, end, length):
+    """Return whether int32 positions [begin, end) of an array are all within [0, length)."""
+    most = np.uint32(min(length, np.int64(1) << 31))
+    outside = np.int64(0)
+    for i in range(begin, end):
+        outside += np.uint32(position[i]) >= most
+    return outside == 0
 
 
 @njit(nogil=True, cache=True)
 def distances(sample, top, array, length, positions, bits, count, out):
     """Write how far each bit pattern is, in the order, from the one at its position of an array; modulo the range of the type.
 
-    Return how many were written: fewer than `count` if a position is out of range.
+    Return how many were written: fewer than `count` if a later position is out of range.
     """
     known, position, bit, distance = _at(array, sample), _at(positions, _I32), _at(bits, sample), _at(out, sample)
-    for i in range(count):
-        at = np.int64(position[i])
-        if at < 0 or at >= length:
-            return i
-        distance[i] = _cut(_ordered(np.uint64(bit[i]), top) - _ordered(np.uint64(known[at]), top), sample)
+    for begin in range(0, count, _SOME):
+        end = min(begin + _SOME, count)
+        if not _all_below(position, begin, end, length):
+            return begin
+        for i in range(begin, end):  # nothing else here: then many loads are on their way at once
+            distance[i] = known[position[i]]
+        for i in range(begin, end):
+            distance[i] = _distance(bit[i], distance[i])
     return count
 
 
 @njit(nogil=True, cache=True)
-def _moved(bits, distance, top, sample):
-    """Return the bit pattern that is so far from another one."""
-    place = np.uint64(_cut(_ordered(np.uint64(bits), top) + np.uint64(distance), sample))
-    return _cut(_ordered(place, top), sample)
-
-
-@njit(nogil=True, cache=True)
 def put_add(sample, top, array, length, positions, distances, count):
-    """Move the bits at positions of one array. Return how many were moved: fewer than `count` if a position is out of range."""
-    element, position, distance = _at(array, sample), _at(positions, _I32), _at(distances, sample)
-    for i in range(count):
-        at = np.int64(position[i])
-        if at < 0 or at >= length:
-            return i
-        element[at] = _moved(element[at], distance[i], top, sample)
+    """Move the bits at positions of one array. Return how many were moved: fewer than `count` if a later position is out of range."""
+    element, position, distance, some = _at(array, sample), _at(positions, _I32), _at(distances, sample), _at(stack(), sample)
+    for begin in range(0, count, _SOME):
+        end = min(begin + _SOME, count)
+        if not _all_below(position, begin, end, length):
+            return begin
+        for i in range(begin, end):
+            some[i - begin] = element[position[i]]
+        for i in range(begin, end):
+            some[i - begin] = _moved(some[i - begin], distance[i])
+        for i in range(begin, end):
+            element[position[i]] = some[i - begin]
     return count
 
 
@@ -451,24 +473,31 @@ def scatter_add(sample, top, width, table, positions, distances, count, touched,
     """Move the bits at int64 positions of the tensors of a table, and mark the tensors.
 
     If `out` is not 0, they are written there and not into the tensors. Positions come in any order.
-    Return how many positions were seen to: fewer than `count` if one is out of range.
+    Return how many positions were seen to: fewer than `count` if a later one is out of range.
     """
     position, distance, result, mark = _at(positions, _I64), _at(distances, sample), _at(out, sample), _at(touched, _U8)
     starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
+    there, some = _at(stack(), _I64), _at(stack() + 8 * _SOME, sample)
     index = low = high = live = np.int64(0)
-    for i in range(count):
-        at = position[i]
-        if at < low or at >= high:
-            if at < 0 or at >= starts[_at(table, _I64)[COUNT]]:
-                return i
-            index = find(table, index, at)
-            low, high, live = starts[index], starts[index + 1], addresses[index]
-            mark[index] = 1
-        plain = kinds[index] == PLAIN
-        there = _at(live + (at - low) * width if plain else element(table, index, at - low), sample)
-        bits = _moved(there[0], distance[i], top, sample)
+    for begin in range(0, count, _SOME):
+        end = min(begin + _SOME, count)
+        for i in range(begin, end):
+            at = position[i]
+            if at < low or at >= high:
+                if at < 0 or at >= starts[_at(table, _I64)[COUNT]]:
+                    return begin
+                index = find(table, index, at)
+                low, high, live = starts[index], starts[index + 1], addresses[index]
+                mark[index] = 1
+            there[i - begin] = live + (at - low) * width if kinds[index] == PLAIN else element(table, index, at - low)
+        for i in range(end - begin):
+            some[i] = _at(there[i], sample)[0]
+        for i in range(end - begin):
+            some[i] = _moved(some[i], distance[begin + i])
         if out:
-            result[i] = bits
+            for i in range(end - begin):
+                result[begin + i] = some[i]
         else:
-            there[0] = bits
+            for i in range(end - begin):
+                _at(there[i], sample)[0] = some[i]
     return count
