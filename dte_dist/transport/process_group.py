@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dte_dist import kernels
+from dte_dist.change.flat import BITS
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap, from_wire, to_wire
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.base import Payload, Transport, check_timeout
@@ -115,7 +116,7 @@ class ProcessGroupTransport(Transport):
 
     def _open(self, membership: Membership, roles: Roles | None, error: Exception | None) -> None:
         """Agree on the roles, and make the groups; all members of the group must call."""
-        kernels.warm({1})
+        kernels.warm(BITS)  # of all widths, and now: at the first payload others would be waiting
         control = self._wire("control", range(membership.size), membership, "gloo")
         can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
         digest = np.frombuffer(roles.digest() if roles is not None else bytes(16), np.int64)

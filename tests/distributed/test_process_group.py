@@ -23,6 +23,7 @@ from dte_dist.transport.groups import Wire
 from dte_dist.transport.packing import Arrival, Packed
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Outcome, Ranks
+from tests.distributed.shares import warm
 from tests.distributed.tools import caught, digest, same
 
 WORLD, PATIENCE, SHORT = 4, 30.0, 4.0
@@ -32,6 +33,7 @@ STATE: dict[str, Any] = {}
 @pytest.fixture(scope="module")
 def ranks():
     with Ranks(WORLD) as ranks:
+        ranks.run(warm, seconds=300)
         yield ranks
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dte_dist import ProcessGroupTransport
 from tests.distributed.cases import Case, make_case
 from tests.distributed.launcher import Ranks
-from tests.distributed.shares import VERSIONS, peers_and_plan
+from tests.distributed.shares import VERSIONS, peers_and_plan, warm
 
 WORLD, CASES = 8, 40
 
@@ -24,6 +24,7 @@ WORLD, CASES = 8, 40
 @pytest.fixture(scope="module")
 def ranks():
     with Ranks(WORLD) as ranks:
+        ranks.run(warm, seconds=300)
         yield ranks
 
 

@@ -34,6 +34,7 @@ from dte_dist import (
 from dte_dist.engine.payload import HEADER
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
+from tests.distributed.shares import warm
 
 WORLD, PATIENCE = 4, 20.0
 TOPOLOGIES = {"whole": ([0], [1, 2, 3]), "sharded": ([0, 1], [2, 3]), "colocated": ([0, 1, 2, 3], [0, 1, 2, 3])}
@@ -43,6 +44,7 @@ TRUTH = {"w": torch.zeros(24, 12), "b": torch.zeros(12, dtype=torch.bfloat16), "
 @pytest.fixture(scope="module")
 def ranks():
     with Ranks(WORLD) as ranks:
+        ranks.run(warm, seconds=300)
         yield ranks
 
 
