@@ -2,7 +2,8 @@
 
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p
-from dte_dist.engine.delta_engine import DeltaEngine, DeltaTracker, reconstruct_against_base
+from dte_dist.engine.delta_engine import DeltaEngine, reconstruct_against_base
+from dte_dist.engine.tracker import DeltaTracker
 from dte_dist.errors import (
     ApplyFailed,
     ChannelClosed,

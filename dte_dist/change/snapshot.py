@@ -76,12 +76,6 @@ class Snapshot:
             raise ValueError(f"a detector returns ascending positions within [0, {length})")
         return positions.to(torch.int32), self._kernels.gather(found, positions)
 
-    def whole(self, live: LiveSpace, width: int, first: int, length: int) -> Tensor:
-        """Return the live bits of a segment."""
-        found = torch.empty(length, dtype=BITS[width], device=self.device)
-        self._kernels.read(live.flat, first, found)
-        return found
-
     def refresh(self, live: LiveSpace, width: int, segments: Iterable[tuple[int, int]]) -> None:
         """Take over the live bits of whole segments, given as (first, length)."""
         for first, length in segments:

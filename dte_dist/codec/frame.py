@@ -35,10 +35,10 @@ _START_BYTES: Final = 16 << 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The changes of elements [first, first + length) of a source's flat space.
+    """The changes of elements [first, first + length) of the space that the frame counts in: a source's own, or a pair space (p2p).
 
     Attributes:
-        first: position of the segment in the flat space.
+        first: position of the segment in the space.
         length: its number of elements.
         positions: int32, strictly increasing, counted from `first`; None if all elements are present.
         values: one per position, as an integer of the width: a bit pattern, or a distance.

@@ -15,7 +15,7 @@ from torch import Tensor
 from dte_dist.errors import FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 
 __all__ = [
-    "AGAIN", "CHECKSUM_WORD", "ENTRY", "FORMAT", "HEAD", "FrameHead", "check_head", "check_tensor", "head_of", "pack_head", "read_head",
+    "AGAIN", "CHECKSUM_WORD", "ENTRY", "HEAD", "FrameHead", "check_head", "check_tensor", "head_of", "pack_head", "read_head",
     "unpack_head",
 ]  # fmt: skip
 
@@ -50,12 +50,12 @@ class FrameHead:
 
     Attributes:
         schema: 64 bits that stand for the channel: manifests and options.
-        stream: 64 random bits drawn at each seed, so that another run of the trainer is told apart.
+        stream: random number of the lineage of versions, so that another run of the trainer is told apart.
         base, version: the frame leads from one to the other.
         source: group rank of the source.
         number, count: which of the frames of this source in this sync, and how many chunks it has.
         width: bytes of an element.
-        first, length: the chunk, elements [first, first + length) of the source's flat space of that width.
+        first, length: the chunk, elements [first, first + length) of the space of that width (see `Segment`).
         seed: the whole chunk, not what changed in it.
     """
 

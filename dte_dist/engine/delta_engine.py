@@ -31,7 +31,7 @@ from dte_dist.layout import refuse_overlaps
 from dte_dist.plan import Plan
 from dte_dist.transport.base import Payload, Transport, check_timeout
 
-__all__ = ["DeltaEngine", "DeltaTracker", "Staged", "reconstruct_against_base"]
+__all__ = ["DeltaEngine", "Staged", "reconstruct_against_base"]
 
 _IN_FULL = "push a full version: push(..., full=True)"
 

@@ -33,7 +33,7 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `decode_ef(stream, count, length, low) -> (positions, bool)` | the reverse, and whether the stream is sound |
 | `encode_bitmap(positions, length)`, `decode_bitmap(stream, count, length)` | the same as a bit for each element |
 | `distances(known, positions, bits) -> distances` | from the bits that one contiguous array has there |
-| `measure(distances) -> Classes`, `plan(classes, width) -> Planes` | how many there are of each size, and what that costs; `plan` and `best_low` are the host's, `codecs_on("cpu")` |
+| `measure(distances) -> Classes`, `plan(classes, width, zeros) -> Planes` | how many there are of each size, and how they, and as many distances of 0, are best written as planes; `plan` and `best_low` are the host's, `codecs_on("cpu")` |
 | `encode_planes(classes, width, plan)`, `decode_planes(stream, count, dtype, plan) -> (distances, bool)` | distances as planes of bits |
 | `encode_ulp8(classes, width)`, `decode_ulp8(stream, count, dtype, escapes)` | distances as a byte each |
 | `put_add(array, positions, distances)` | move the bits at positions of one contiguous array |

@@ -43,8 +43,8 @@ def add(bits: Tensor, distances: Tensor) -> Tensor:
 
 
 def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return how far bits are from those that an array has at these positions; a position outside it is an error of the device."""
-    found = subtract(bits, known.index_select(0, positions))
+    """Return, as int32, how far bits are from those that an array has there; a position outside it is an error of the device."""
+    found = _signed(subtract(bits, known.index_select(0, positions))).to(torch.int32)
     return found if out is None else out.copy_(found)
 
 
@@ -75,7 +75,7 @@ def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
 
 def take(view: Tensor, positions: Tensor) -> Tensor:
     """Return the elements at positions (int64, in row-major order) of a tensor of any strides."""
-    return view.view(-1)[positions] if view.is_contiguous() else view[torch_ops._coordinates(positions, view.shape)]
+    return view.view(-1)[positions] if view.is_contiguous() else view[torch_ops.coordinates(positions, view.shape)]
 
 
 def collect(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:

@@ -19,7 +19,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dte_dist.kernels import BITS, Flat
 
 __all__ = [
-    "checksum", "decode_u16", "diff", "encode_u16", "gather", "gathered", "put", "read", "scatter", "sorted_below", "write",
+    "checksum", "coordinates", "decode_u16", "diff", "encode_u16", "gather", "gathered", "put", "read", "scatter", "sorted_below", "write",
 ]  # fmt: skip
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -260,7 +260,7 @@ def _put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
         if view.is_contiguous():
             view.view(-1).index_copy_(0, positions, bits)
         else:
-            view.index_put_(_coordinates(positions, view.shape), bits)
+            view.index_put_(coordinates(positions, view.shape), bits)
 
 
 def _writable(flat: Flat, index: int) -> Tensor:
@@ -287,7 +287,7 @@ def _around(view: Tensor, low: int, high: int) -> tuple[Tensor, int]:
     return view[first:last], low
 
 
-def _coordinates(positions: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+def coordinates(positions: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
     """Return what `torch.unravel_index` returns, which waits for the device."""
     coordinates = []
     for size in reversed(shape):

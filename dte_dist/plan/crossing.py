@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dte_dist import kernels
+from dte_dist.change.flat import starts_of
 from dte_dist.layout import Block
 from dte_dist.plan.remap import build_remaps
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
@@ -40,7 +40,7 @@ class Crossing:
 
     def __init__(self, width: int, source: Sequence[Block], target: Iterable[tuple[int, Block]]) -> None:
         sides = list(enumerate(source)), list(target)
-        begin, self.starts = (_starts(blocks) for blocks in sides)
+        begin, self.starts = (starts_of([block.numel for _, block in blocks]) for blocks in sides)
         self._begin, self._total = torch.from_numpy(begin[:-1].copy()), int(begin[-1])
         self._remaps = build_remaps(*(_space(width, blocks) for blocks in sides))
 
@@ -75,11 +75,6 @@ def spread(values: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 def _space(width: int, blocks: Iterable[tuple[int, Block]]) -> FlatSpace:
     return FlatSpace.of(width, Pieces.of(Piece(slot, number, block) for number, (slot, block) in enumerate(blocks)))
-
-
-def _starts(blocks: Sequence[tuple[int, Block]]) -> np.ndarray:
-    """Return where each block begins; empty ones have a place, too."""
-    return np.cumsum([0, *(block.numel for _, block in blocks)], dtype=np.int64)
 
 
 def _windows(flat: Tensor, total: int) -> Iterator[tuple[int, slice]]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from dte_dist.layout import Block, Runs
 
-__all__ = ["Axis", "Overlap", "intersection", "overlap_of"]
+__all__ = ["Axis", "Overlap", "axis_of", "intersection", "overlap_of"]
 
 Segments = tuple[tuple[int, int, int], ...]
 
@@ -64,7 +64,7 @@ def overlap_of(a: Block, b: Block) -> Overlap | None:
         >>> overlap_of(Block((((2, 4),),)), Block((((0, 3),),))).runs
         ((0, 1, 2),)
     """
-    axes = _merge([_axis(x, y) for x, y in zip(a.runs, b.runs, strict=True)])
+    axes = _merge([axis_of(x, y) for x, y in zip(a.runs, b.runs, strict=True)])
     if not all(axis.segments for axis in axes):
         return None
     if len(axes) == 1:
@@ -103,8 +103,13 @@ def _shared(x: Runs, y: Runs) -> Iterator[tuple[int, int, int, int]]:
             j, at_y = j + 1, at_y + yn
 
 
-def _axis(x: Runs, y: Runs) -> Axis:
-    """Intersect two run lists of one dimension; segments that continue each other in both are one."""
+def axis_of(x: Runs, y: Runs) -> Axis:
+    """Intersect two run lists of one dimension; segments that continue each other in both are one.
+
+    Example:
+        >>> axis_of(((2, 4),), ((0, 3), (5, 9))).segments
+        ((0, 1, 2), (3, 1, 3))
+    """
     segments: list[tuple[int, int, int]] = []
     for _, length, at, other in _shared(x, y):
         last_at, last_length, last_other = segments[-1] if segments else (0, 0, -1)

@@ -20,7 +20,7 @@ from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block, Layout, Manifest
 from dte_dist.plan.coverage import disjoint
 from dte_dist.plan.model_map import Holding, ModelMap, Slot
-from dte_dist.plan.overlap import _axis
+from dte_dist.plan.overlap import axis_of
 from dte_dist.plan.space import BlockTable, FlatSpace
 from dte_dist.plan.transfer_ops import Box, Boxes, Ends, Group, TransferOp, TransferOps
 from dte_dist.report import size
@@ -310,7 +310,7 @@ class _Meeting:
 def _boxes(a: Block, b: Block) -> list[Box]:
     """Return the slices of two local tensors that are equal elements, in the order of the first."""
     boxes = []
-    for parts in product(*(_axis(x, y).segments for x, y in zip(a.runs, b.runs, strict=True))):
+    for parts in product(*(axis_of(x, y).segments for x, y in zip(a.runs, b.runs, strict=True))):
         train = tuple(slice(at, at + length) for at, length, _ in parts)
         boxes.append((train, tuple(slice(other, other + length) for _, length, other in parts)))
     return boxes

@@ -67,11 +67,6 @@ class Exchange:
         self._incoming, self._outgoing, self._own = Buffers(), Buffers(), Buffers()
         self._sent = 0
 
-    def close(self) -> None:
-        """Close the group; what waits on it fails."""
-        if self._wire is not None:
-            self._wire.close()
-
     def move(
         self, outgoing: Mapping[int, Sequence[Sized]], incoming: Mapping[int, Sequence[int]], targets: Sequence[int], take: TakeFrom,
         phases: Phases,

@@ -193,9 +193,7 @@ class Wire:
         PeerLost: not all members came in time.
     """
 
-    def __init__(
-        self, name: str, members: Sequence[int], membership: Membership, backend: str, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, name: str, members: Sequence[int], membership: Membership, backend: str, device: torch.device | None = None) -> None:
         self.name = name
         self.members = tuple(members)
         self.rank = membership.rank

@@ -50,12 +50,6 @@ class Relay:
         self._rank, self._root, self._bucket_bytes = rank, root, bucket_bytes
         self._incoming, self._outgoing = Buffers(), Buffers()
 
-    def close(self) -> None:
-        """Close the groups; what waits on them fails."""
-        for wire in (self._gather, self._stream):
-            if wire is not None:
-                wire.close()
-
     def move(
         self, sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases
     ) -> None:
