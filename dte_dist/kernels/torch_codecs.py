@@ -43,8 +43,8 @@ def add(bits: Tensor, distances: Tensor) -> Tensor:
 
 
 def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return, as int32, how far bits are from those that an array has there; a position outside it is an error of the device."""
-    found = _signed(subtract(bits, known.index_select(0, positions))).to(torch.int32)
+    """Return how far bits are from those that an array has at these positions; a position outside it is an error of the device."""
+    found = subtract(bits, known.index_select(0, positions))
     return found if out is None else out.copy_(found)
 
 
