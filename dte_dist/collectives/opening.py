@@ -13,13 +13,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from dte_dist.collectives.options import Options, layout_of, wire_types
-from dte_dist.errors import LayoutMismatch, from_wire, to_wire
+from dte_dist.errors import FrameError, LayoutMismatch, from_wire, to_wire
 from dte_dist.layout import Layout, Manifest
 from dte_dist.plan.model_map import Holding, ModelMap
 from dte_dist.transport.groups import Wire
@@ -117,7 +117,7 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
     return _plan(descriptions, places, rows[:, 3:].tobytes())
 
 
-def raise_together(control: Wire, error: Exception | None) -> None:
+def raise_together(control: Wire, error: Exception | None) -> NoReturn:
     """Raise, on every rank, the error of the lowest rank that has one; all ranks must call, at least one with an error.
 
     The text says on which ranks it was raised. On these ranks the original error is the cause.
@@ -126,7 +126,7 @@ def raise_together(control: Wire, error: Exception | None) -> None:
     failed = {rank: text for rank, text in enumerate(texts) if text.strip(b"\0")}
     told = from_wire(failed[min(failed)]) if failed else None
     if told is None:
-        return
+        raise FrameError("a rank said that it failed, but not how", expected="the text of an error", got="nothing", fix="call again")
     raise type(told)(f"{told} (raised on rank {', '.join(map(str, failed))} of the group)") from error
 
 
