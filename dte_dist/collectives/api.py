@@ -25,6 +25,7 @@ from dte_dist.collectives.work import DeltaWork
 from dte_dist.errors import DeltaError, PeerLost
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport
+from dte_dist.transport.base import check_timeout
 
 __all__ = ["delta_broadcast", "delta_p2p"]
 
@@ -169,9 +170,6 @@ def delta_p2p(
     Example:
         >>> report = dte_dist.delta_p2p(module, group, into=rollout_module)
     """
-    unknown = options.keys() - CallOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"delta_p2p() got an unexpected keyword argument {min(unknown)!r}")
     return _sync(module, group, src, async_op, said={"route": "p2p", **options})
 
 
@@ -185,6 +183,9 @@ def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_o
     try:
         if into is module:
             raise ValueError("into= must be another module: a rank that is both source and receiver has two copies")
+        unknown = said.keys() - CallOptions.__annotations__.keys()
+        if unknown:
+            raise ValueError(f"there is no option {min(unknown)!r}")
         wishes = Wishes.of(said)
         options = _options(pg, src, said)
     except (ValueError, DeltaError) as caught:
@@ -214,7 +215,7 @@ def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Optio
         sources=group_ranks(src, said.get("group_src"), group),
         bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),
         anchor_interval=said.get("anchor_interval"),
-        timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout),
+        timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=check_timeout(timeout)),
         wire_dtype=said.get("wire_dtype"),
         select=said.get("select"),
         rename=said.get("rename"),

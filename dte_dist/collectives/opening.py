@@ -84,7 +84,7 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
     head = {
         "options": options.shared(),
         "wire": wire_types(options.wire_dtype, layout.manifest),
-        "partial": options.select is not None,
+        "partial": (layout if other is None else other).is_partial,
         "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
     }
     parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]

@@ -76,6 +76,8 @@ class Wishes:
             raise ValueError(f'mode must be "delta" or "full", got {self.mode!r}')
         if self.route not in (*ROUTES, AUTO):
             raise ValueError(f'route must be "broadcast", "p2p" or "auto", got {self.route!r}')
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float):
+            raise ValueError(f"ratio must be a number above 0 and at most 1, got {self.ratio!r}")
         self.chooser(None)
 
     def chooser(self, bytes_per_second: float | None) -> Chooser:
@@ -171,7 +173,10 @@ def group_ranks(src: Ranks | None, group_src: Ranks | None, group: dist.ProcessG
 def _numbers(ranks: Any) -> list[int]:
     if isinstance(ranks, DeviceMesh):
         return [int(rank) for rank in ranks.mesh.flatten().tolist()]
-    return [ranks] if isinstance(ranks, int) else [int(rank) for rank in ranks]
+    named = [ranks] if isinstance(ranks, int) else list(ranks)
+    if not all(isinstance(rank, int) for rank in named):
+        raise ValueError(f"sources are one rank, several, or a DeviceMesh, got {ranks!r}")
+    return named
 
 
 def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
@@ -208,7 +213,7 @@ def layout_of(module: torch.nn.Module | Layout, options: Options) -> Layout:
     """
     if isinstance(module, Layout):
         if options.select is not None or options.rename is not None:
-            raise ValueError("select= and rename= are for modules: pass them where the layout is built")
+            raise ValueError("select= and rename= are for modules: a Layout takes them, or partial=True, where it is built")
         return weakref.proxy(module)  # the channel must not keep alive what it is found by
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")

@@ -13,7 +13,8 @@ one object in one process, or many on many machines. An engine is used by one th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -158,14 +159,24 @@ class DeltaEngine:
             >>> engine.push(model.named_parameters(), version=step)
         """
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
-        outgoing = self._ends.outgoing(tensors)
-        payload = self.tracker.diff(outgoing.tensors, version, full=full or anchor or self._mode == "full", wire=outgoing.wire)
+        with self._telling():
+            outgoing = self._ends.outgoing(tensors)
+            payload = self.tracker.diff(outgoing.tensors, version, full=full or anchor or self._mode == "full", wire=outgoing.wire)
         try:
             self._transport.send(self._ends.address(payload), timeout=self._timeout)
         except BaseException:
             self.tracker.rollback()
             raise
         self.tracker.commit()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell an error that comes before the transport is asked to those who wait for this rank."""
+        try:
+            yield
+        except Exception as error:
+            self._transport.fail(error, timeout=self._timeout)
+            raise
 
     def pull(self, targets: Given, version: int) -> None:
         """Wait for a version and write it into place: the payloads of all senders that this rank needs, or nothing.
@@ -199,7 +210,8 @@ class DeltaEngine:
             >>> staged = engine.decode_for_live_apply(version=step)
             >>> engine.commit_live_apply(staged, rollout.named_parameters())
         """
-        check_version(version)
+        with self._telling():
+            check_version(version)
         deadline = time.monotonic() + self._timeout
         payloads = [self._receive(version, sender, deadline) for sender in self._ends.senders]
         parts = tuple((payload, read_payload(payload)) for payload in payloads)

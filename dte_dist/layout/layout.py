@@ -41,6 +41,7 @@ class Layout:
     Attributes:
         manifest: what other ranks need to know of it.
         coordinates: this rank's coordinate on each mesh of the manifest, None where it is not in the mesh.
+        is_partial: True if a receiver with this layout asks for some of the model's tensors only.
 
     Example:
         >>> layout = Layout.from_module(torch.nn.Linear(3, 2))
@@ -48,7 +49,8 @@ class Layout:
         (['bias', 'weight'], [(2,), (2, 3)])
     """
 
-    def __init__(self, source: _Follower | Iterable[Spot]) -> None:
+    def __init__(self, source: _Follower | Iterable[Spot], *, partial: bool = False) -> None:
+        self.is_partial = partial
         self._follow = source if isinstance(source, _Follower) else None
         self._spots = sorted(source, key=lambda spot: spot.order)
         self._homes = [(spot.holder, spot.key) for spot in self._spots]
@@ -82,7 +84,7 @@ class Layout:
             >>> Layout.from_module(torch.nn.Linear(3, 2), select=["w*"], rename="head.{}".format).manifest.entries[0].name
             'head.weight'
         """
-        return cls(_Follower(ModuleTree(module), NameRule.of(select, rename)))
+        return cls(_Follower(ModuleTree(module), NameRule.of(select, rename)), partial=select is not None)
 
     @classmethod
     def from_tensors(
@@ -103,14 +105,15 @@ class Layout:
             >>> Layout.from_tensors({"w": torch.zeros(2, 3)}).manifest.entries[0].shape
             (2, 3)
         """
-        return cls(spots_of_tensors(named_tensors, NameRule.of(select, rename)))
+        return cls(spots_of_tensors(named_tensors, NameRule.of(select, rename)), partial=select is not None)
 
     @classmethod
-    def from_shards(cls, shards: Iterable[tuple[str, Tensor, ShardSpec]]) -> Layout:
+    def from_shards(cls, shards: Iterable[tuple[str, Tensor, ShardSpec]], *, partial: bool = False) -> Layout:
         """Describe local shards that are plain tensors, each with the placement of its full tensor.
 
         Args:
             shards: (name, local_shard, ShardSpec) of each.
+            partial: a receiver asks for these tensors only, though the model has more.
 
         Raises:
             LayoutMismatch: a shard has not the shape that its placement gives it, or two have the same name.
@@ -120,10 +123,10 @@ class Layout:
             >>> Layout.from_shards([("w", torch.zeros(2, 3), ShardSpec((2, 3), None, ()))]).manifest.block(0, ()).shape
             (2, 3)
         """
-        return cls(spots_of_shards(shards))
+        return cls(spots_of_shards(shards), partial=partial)
 
     @classmethod
-    def from_views(cls, views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]]) -> Layout:
+    def from_views(cls, views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]], *, partial: bool = False) -> Layout:
         """Describe named regions of local tensors, such as the parts of a fused projection.
 
         The views must stay valid: they are read and written for as long as the layout lives.
@@ -131,6 +134,7 @@ class Layout:
         Args:
             views: (name, local_view, full_shape, offsets) of each: the view, contiguous or not, holds the
                 hyper-rectangle of slot `name` that starts at `offsets`. A name may come again with another region.
+            partial: a receiver asks for these tensors only, though the model has more.
 
         Raises:
             LayoutMismatch: a region leaves its slot, or regions of one slot overlap or disagree.
@@ -142,7 +146,7 @@ class Layout:
             >>> layout.manifest.block(0, ()).runs
             (((2, 2),), ((0, 4),))
         """
-        return cls(spots_of_views(views))
+        return cls(spots_of_views(views), partial=partial)
 
     def tensors(self) -> list[Tensor]:
         """Return the local tensors as they are now, in the order of the manifest's entries.
@@ -182,7 +186,7 @@ class Layout:
         """Reshard the module and, if its structure changed, find its tensors again."""
         if not follow.changed():
             return
-        fresh = Layout(follow.again())
+        fresh = Layout(follow.again(), partial=self.is_partial)
         if fresh.manifest != self.manifest:
             _raise_changed(self.manifest, fresh.manifest)
         vars(self).update(vars(fresh))

@@ -33,7 +33,7 @@ __all__ = ["Holding", "ModelMap", "Slot", "WireTypes"]
 WireTypes = Mapping[str, str] | Literal["receiver"] | None
 """Dtypes on the wire: by name; the dtype that receivers hold; or None for the dtype that sources hold."""
 
-_BUILD = "build the same model on both sides, or pass rename= or select="
+_BUILD = "build the same model on both sides, or pass rename= or select= (for a Layout: where it is built; from_views takes partial=True)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -328,7 +328,7 @@ def _bounds(blocks: Sequence[Block]) -> np.ndarray:
 
 def _holding(given: Layout | Holding, known: list[Manifest]) -> Holding:
     """Return what a rank holds; of equal manifests the first one stands for all, which saves work."""
-    holding = Holding(given.manifest, given.coordinates) if isinstance(given, Layout) else given
+    holding = Holding(given.manifest, given.coordinates, partial=given.is_partial) if isinstance(given, Layout) else given
     same = next((each for each in known if each is holding.manifest or each == holding.manifest), None)
     if same is None:
         known.append(holding.manifest)

@@ -94,6 +94,14 @@ class Transport(ABC):
             ChannelClosed: the transport is closed.
         """
 
+    def fail(self, error: Exception, *, timeout: float) -> None:  # noqa: B027
+        """Tell ranks that may be waiting for this one why it will not send or receive; nobody waits unless a transport says so.
+
+        Args:
+            error: what is wrong here; the engine raises it next, unless this raises what all ranks raise.
+            timeout: seconds.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Let go of everything; whoever waits gets a `ChannelClosed`. May be called twice."""

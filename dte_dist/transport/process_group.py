@@ -182,6 +182,17 @@ class ProcessGroupTransport(Transport):
         self._meet(version, None, None, timeout)
         return self._kept.pop(source)
 
+    def fail(self, error: Exception, *, timeout: float) -> None:
+        """Meet the others, who are waiting, with an error; all ranks raise it.
+
+        Raises:
+            DeltaError, ValueError: the error, on all ranks.
+            PeerLost: a rank was lost, or did not come in time.
+            ChannelClosed: another rank has closed the transport.
+        """
+        if self._why is None and self._rank in self._roles.members:
+            self._meet(_NONE, None, error, timeout)
+
     def close(self) -> None:
         """Close the transport on this rank; the others are told when they call next."""
         if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's

@@ -94,6 +94,34 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_transport_goes_on(ranks: 
     assert [kind for kind, _ in errors] == kinds, errors
 
 
+def before_the_transport(rank: int, world: int) -> list[tuple[str, str]]:
+    """Push what cannot be pushed; the others are waiting for it."""
+    transport = ProcessGroupTransport(timeout=PATIENCE)
+    engine = DeltaEngine(transport, timeout=PATIENCE)
+    weights = {"w": torch.arange(50.0) if rank == 0 else torch.zeros(50)}
+
+    def both(version: Any, tensors: Any = None, asked: Any = None) -> None:
+        if rank == 0:
+            engine.push(weights if tensors is None else tensors, version)
+        else:
+            engine.pull(weights, version if asked is None else asked)
+
+    both(1)
+    wrong = {"w": torch.zeros(50, dtype=torch.complex128)}
+    errors = [caught(lambda: both(1)), caught(lambda: both(2, wrong)), caught(lambda: both(2, asked="2" if rank == 2 else 2))]
+    weights["w"][3] += 1 if rank == 0 else 0
+    both(3)
+    engine.push(weights, 4) if rank == 0 else engine.pull(weights, 4)
+    transport.close()
+    assert weights["w"].tolist() == [0.0, 1.0, 2.0, 4.0, *map(float, range(4, 50))]
+    return errors
+
+
+def test_an_error_before_the_transport_is_asked_reaches_those_who_wait(ranks: Ranks) -> None:
+    errors = same(ranks.run(before_the_transport, seconds=60))
+    assert [kind for kind, _ in errors] == ["VersionReplay", "LayoutMismatch", "ValueError"], errors
+
+
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no description": lambda said: [],
     "other format": lambda said: said | {"format": 2},

@@ -308,6 +308,40 @@ def test_receivers_may_select_a_part_and_the_rest_stays_bit_for_bit(ranks: Ranks
     assert all(bits[name] == after[name] for _, after, changed in others for name in changed)
 
 
+def part_of_views(rank: int, world: int) -> Any:
+    """The last receiver holds one tensor of two, as views."""
+    tensors = {"a": torch.zeros(4, 3), "b": torch.zeros(5)}
+    if rank == 0:
+        tensors["a"] += 1
+    views = [(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in tensors.items()]
+    last = rank == world - 1
+    layout = dte_dist.Layout.from_views(views[: 1 if last else 2], partial=last)
+    sync(layout)
+    tensors["a" if rank == 0 else "b"].add_(rank == 0)
+    sync(layout)
+    return tensors["a"].flatten().tolist()
+
+
+def test_a_layout_of_views_may_be_part_of_the_model(ranks: Ranks) -> None:
+    assert same(ranks.run(part_of_views)) == [2.0] * 12
+
+
+WRONG = [{"codec": "x"}, {"codec": 3}, {"route": "y"}, {"ratio": -1}, {"ratio": "1"}, {"ratio": True}, {"timeout": "soon"}, {"nope": 1}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_an_option_that_makes_no_sense_on_one_rank_is_told_to_all(ranks: Ranks, wrong: dict[str, Any]) -> None:
+    kind, text = same(ranks.run(wrong_option, wrong))
+    assert kind == "ValueError" and (next(iter(wrong)) in text)
+
+
+def wrong_option(rank: int, world: int, wrong: dict[str, Any]) -> Any:
+    module = model(rank)
+    said = caught(lambda: dte_dist.delta_p2p(module, **{"timeout": TIMEOUT, **(wrong if rank == 1 else {})}))
+    dte_dist.delta_p2p(module, timeout=TIMEOUT)
+    return said
+
+
 def selected_away(rank: int, world: int) -> Any:
     module = model(rank)
     before = prints(module)
