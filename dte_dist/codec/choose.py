@@ -21,7 +21,6 @@ from typing import Final, TypeVar
 
 from dte_dist.codec.index import BITMAP, DENSE, EF, I32, INDEX_CODECS, U16, IndexCodec
 from dte_dist.codec.value import MOST_RELATIVE, PLANES, RAW, ULP, ULP8, VALUE_CODECS, ValueCodec, Values
-from dte_dist.kernels.planes import padded, words
 
 __all__ = ["FAST", "Chooser"]
 
@@ -111,7 +110,7 @@ class Chooser:
         least, cost = 0, math.inf
         for codec in self._index if self._index != (DENSE,) else (U16, I32):
             size = codec.size(count, length)
-            each = size * self._byte + count * _SECONDS[codec] if self._byte else size
+            each = self._cost(codec, size, count)
             if each < cost:
                 best, least, cost = codec, size, each
         return best, least, cost
@@ -120,27 +119,28 @@ class Chooser:
         """Return the best codec of values, its bytes and its cost."""
         best, least, cost = _as_they_are(values), values.count * values.width, math.inf
         for codec in self._relative if values.relative else self._absolute:
-            size = codec.size(values)
-            each = size * self._byte + values.count * _SECONDS[codec] if self._byte else size
-            if each < cost:
-                best, least, cost = codec, size, each
-        if cost == math.inf:
-            cost = least * self._byte + values.count * _SECONDS[best] if self._byte else least
-        return best, least, cost
+            if self._cost(codec, codec.least(values.count, values.width), values.count) < cost:
+                size = codec.size(values)
+                each = self._cost(codec, size, values.count)
+                if each < cost:
+                    best, least, cost = codec, size, each
+        return best, least, cost if cost < math.inf else self._cost(best, least, values.count)
 
     def _whole_of(self, count: int, length: int, values: Values, size: int) -> tuple[ValueCodec, float]:
         """Return the best codec of all elements of a segment, and its cost; `size` is that of the changes alone."""
         dense = length * values.width
         best: ValueCodec = RAW
         cost = dense * self._byte + length * _DENSE_SECONDS[RAW] if self._byte else dense
-        # Two planes are needed at least, or a byte each: where the changes take less, nothing more has to be measured.
-        asked = values.relative and (size > min(2 * words(length), padded(length)) or DENSE in self._index)
-        for codec in self._relative if asked else ():
-            whole = codec.size(values, length - count)
-            each = whole * self._byte + length * _DENSE_SECONDS[codec] if self._byte else whole
-            if whole < dense and each < cost:
-                best, cost = codec, each
+        for codec in self._relative if values.relative else ():
+            if DENSE in self._index or codec.least(length, values.width) < size:  # else nothing has to be measured
+                whole = codec.size(values, length - count)
+                each = whole * self._byte + length * _DENSE_SECONDS[codec] if self._byte else whole
+                if whole < dense and each < cost:
+                    best, cost = codec, each
         return best, cost
+
+    def _cost(self, codec: IndexCodec | ValueCodec, size: int, count: int) -> float:
+        return size * self._byte + count * _SECONDS[codec] if self._byte else size
 
 
 def _as_they_are(values: Values) -> ValueCodec:
@@ -152,9 +152,9 @@ def _codecs(codec: str, timed: bool) -> tuple[tuple[IndexCodec, ...], tuple[Valu
     if codec == "fast" or (codec == "auto" and not timed):
         return (U16, I32), (RAW,)
     if codec == "small":
-        return (U16, I32, EF, BITMAP), (ULP, ULP8, PLANES)
+        return (U16, I32, EF, BITMAP), (PLANES, ULP8, ULP)
     if codec == "auto":
-        return (U16, I32, EF, BITMAP), (RAW, ULP, ULP8, PLANES)
+        return (U16, I32, EF, BITMAP), (RAW, PLANES, ULP8, ULP)
     index, plus, value = codec.partition("+") if isinstance(codec, str) else ("", "", "")
     pair = _named(INDEX_CODECS.values(), index), _named(VALUE_CODECS.values(), value)
     if not plus or None in pair:

@@ -100,7 +100,8 @@ class FrameWriter:
             first: position of the segment in the source's flat space.
             length: elements of the segment, at most 2^28.
             positions: int32, strictly increasing in [0, length).
-            values: one per position, of the head's width: bits, or distances if `relative`.
+            values: one per position: bits of the head's width, or, if `relative`, int32 distances, which may be overwritten.
+            relative: they are distances.
             known: returns a new tensor of the bits that all elements had before; without it the segment is not sent whole.
 
         Raises:
@@ -109,12 +110,12 @@ class FrameWriter:
         count = positions.numel()
         if not count:
             return
-        self._check(first, length, values)
+        self._check(first, length, values.dtype, torch.int32 if relative else BITS[self._head.width])
         if not count == values.numel() <= length:
             raise ValueError(f"{count} positions and {values.numel()} values in a segment of {length} elements")
         if relative and (self._head.seed or self._head.width > MOST_RELATIVE):
             raise ValueError("a seed, and elements of 8 bytes, are not written as distances")
-        of_changes = Values(values, relative)
+        of_changes = Values(values, relative, self._head.width)
         index, value, whole = self._chooser.choose(count, length, of_changes, whole=known is not None)
         if whole and known is not None:
             of_changes = _spread(known, length, positions, of_changes, value.relative)
@@ -130,7 +131,7 @@ class FrameWriter:
         """
         for low in range(0, bits.numel(), _MOST_ELEMENTS):
             part = bits[low : low + _MOST_ELEMENTS]
-            self._check(first + low, part.numel(), part)
+            self._check(first + low, part.numel(), part.dtype, BITS[self._head.width])
             where = first + low, part.numel(), part.numel()
             self._append(where, (DENSE, RAW), 0, NO_TERMS, None, part.contiguous().view(torch.uint8))
 
@@ -150,14 +151,14 @@ class FrameWriter:
         frame.view(torch.int64)[CHECKSUM_WORD] = kernels.on(self._device).checksum(frame, CHECKSUM_WORD)
         return frame
 
-    def _check(self, first: int, length: int, bits: Tensor) -> None:
+    def _check(self, first: int, length: int, dtype: torch.dtype, wanted: torch.dtype) -> None:
         begin, end = self._head.first, self._head.first + self._head.length
         if self._entries:
             begin = self._entries[-1][0] + self._entries[-1][1]
         if not (begin <= first and first + length <= end and length <= _MOST_ELEMENTS):
             raise ValueError(f"segment [{first}, {first + length}) is not within what is left of the chunk, [{begin}, {end})")
-        if bits.dtype != BITS[self._head.width]:
-            raise ValueError(f"a frame of width {self._head.width} takes {BITS[self._head.width]}, not {bits.dtype}")
+        if dtype != wanted:
+            raise ValueError(f"a frame of width {self._head.width} takes {wanted}, not {dtype}")
 
     def _append(
         self, where: tuple[int, int, int], pair: tuple[IndexCodec, ValueCodec], low: int, terms: Terms, *streams: Tensor | None
@@ -176,15 +177,16 @@ class FrameWriter:
 def _spread(known: Callable[[], Tensor], length: int, positions: Tensor, values: Values, relative: bool) -> Values:
     """Return the bits of all elements of a segment, or the distances of all."""
     if relative:
-        spread = torch.zeros(length, dtype=values.values.dtype, device=values.values.device)
-        kernels.on(spread.device).put(spread, positions, values.values)
-        return Values(spread, True)
+        distances = torch.zeros(length, dtype=torch.int32, device=positions.device)
+        distances[positions.to(torch.int64)] = values.values
+        return Values(distances, True, values.width)
     bits = known()
     if values.relative:
-        kernels.codecs_on(bits.device).put_add(bits, positions, values.values)
+        codecs = kernels.codecs_on(bits.device)
+        codecs.put_add(bits, positions, codecs.narrow(values.values, bits.dtype))
     else:
         kernels.on(bits.device).put(bits, positions, values.values)
-    return Values(bits, False)
+    return Values(bits, False, values.width)
 
 
 @dataclass(frozen=True, slots=True)

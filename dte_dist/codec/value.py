@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
+from dte_dist.change.flat import BITS
 from dte_dist.codec.head import AGAIN
 from dte_dist.codec.index import Verdict, check_size
 from dte_dist.errors import FrameError
-from dte_dist.kernels.planes import CLASSES, MOST_LOW, Classes, Planes, ef_size, low_size, padded, words
+from dte_dist.kernels.planes import MOST_LOW, Classes, Planes, ef_size, low_size, padded, words
 
 __all__ = ["MOST_RELATIVE", "NO_TERMS", "PLANES", "RAW", "ULP", "ULP8", "VALUE_CODECS", "Terms", "ValueCodec", "Values"]
 
@@ -54,19 +55,26 @@ class Values:
     """The values of one segment, bits or distances, and what they would cost; worked out when it is first asked for.
 
     Args:
-        values: one for each position.
+        values: one for each position: bits, or int32 distances.
         relative: these are distances.
+        width: bytes of an element.
     """
 
-    def __init__(self, values: Tensor, relative: bool) -> None:
-        self.values, self.relative = values, relative
-        self.count, self.width = len(values), values.element_size()
+    def __init__(self, values: Tensor, relative: bool, width: int) -> None:
+        self.values, self.relative, self.width = values, relative, width
+        self.count = values.numel()
 
     @cached_property
     def classes(self) -> Classes:
         """How many distances there are of each size."""
         measured: Classes = kernels.codecs_on(self.values.device).measure(self.values)
         return measured
+
+    @cached_property
+    def others(self) -> int:
+        """How many distances do not fit a byte."""
+        counted: int = kernels.codecs_on(self.values.device).count_ulp8(self.values)
+        return counted
 
     @cached_property
     def planes(self) -> Planes:
@@ -92,6 +100,9 @@ class ValueCodec(Protocol):
     name: str
     relative: bool
 
+    def least(self, count: int, width: int) -> int:
+        """Return bytes that the stream of `count` values takes at least, whatever they are."""
+
     def size(self, values: Values, zeros: int = 0) -> int:
         """Return the bytes of the stream; of that of the values and some distances of 0, if there are any."""
 
@@ -112,11 +123,17 @@ class Whole:
     def __init__(self, number: int, name: str, relative: bool) -> None:
         self.number, self.name, self.relative = number, name, relative
 
+    def least(self, count: int, width: int) -> int:
+        return count * width
+
     def size(self, values: Values, zeros: int = 0) -> int:
         return (values.count + zeros) * values.width
 
     def encode(self, values: Values) -> tuple[Tensor, Terms]:
-        return values.values.clone(memory_format=torch.contiguous_format).view(torch.uint8), NO_TERMS
+        kept = values.values
+        if self.relative and values.width < kept.element_size():
+            return kernels.codecs_on(kept.device).narrow(kept, BITS[values.width]).view(torch.uint8), NO_TERMS
+        return kept.clone(memory_format=torch.contiguous_format).view(torch.uint8), NO_TERMS
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
         check_size(self.name, stream, count * dtype.itemsize)
@@ -129,11 +146,14 @@ class Ulp8:
 
     number, name, relative = 2, "ulp8", True
 
+    def least(self, count: int, width: int) -> int:
+        return padded(count)
+
     def size(self, values: Values, zeros: int = 0) -> int:
-        return padded(values.count + zeros) + values.width * int(values.classes.numbers[CLASSES])
+        return padded(values.count + zeros) + values.width * values.others
 
     def encode(self, values: Values) -> tuple[Tensor, Terms]:
-        return kernels.codecs_on(values.values.device).encode_ulp8(values.classes, values.width), NO_TERMS
+        return kernels.codecs_on(values.values.device).encode_ulp8(values.values, values.width, values.others), NO_TERMS
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
         _check_terms(self.name, terms, terms == NO_TERMS)
@@ -145,6 +165,9 @@ class BitPlanes:
     """Two to four bits for each distance of training; for distances of any scale, as many low bits as pay."""
 
     number, name, relative = 3, "planes", True
+
+    def least(self, count: int, width: int) -> int:
+        return words(count)
 
     def size(self, values: Values, zeros: int = 0) -> int:
         return values.planes_with(zeros).size if zeros else values.planes.size

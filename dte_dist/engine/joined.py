@@ -83,7 +83,7 @@ class Joiner:
             found: int32 positions counted from `first`, and bits; they are copied.
         """
         positions, bits = found
-        count = len(positions)
+        count = positions.numel()
         if self._parts and not (first + length - self._first <= _LONGEST and is_alike(self._total, self._parts, count)):
             self.flush(writer, known)
         if not count:
@@ -93,7 +93,7 @@ class Joiner:
             values, relative = self._take(known[first : first + length], positions, bits)
             writer.add(first, length, positions, values, relative=relative, known=_copy(known, first, length))
             return
-        self._make_room(bits.dtype)
+        self._make_room(torch.int32 if self._chooser.relative(bits.element_size()) else bits.dtype)
         if not self._parts:
             self._first = first
         here = slice(self._total, self._total + count)
@@ -104,8 +104,8 @@ class Joiner:
     def flush(self, writer: FrameWriter, known: Tensor) -> None:
         """Give the writer what has been joined so far."""
         if self._parts:
-            positions, values = self._positions[: self._total], self._values[: self._total]
-            length, relative = self._end - self._first, self._chooser.relative(values.element_size())
+            positions, values, length = self._positions[: self._total], self._values[: self._total], self._end - self._first
+            relative = self._chooser.relative(known.element_size())
             writer.add(self._first, length, positions, values, relative=relative, known=_copy(known, self._first, length))
         self._total = self._parts = 0
 
@@ -116,9 +116,9 @@ class Joiner:
         return bits if out is None else out.copy_(bits), False
 
     def _make_room(self, dtype: torch.dtype) -> None:
-        if not len(self._positions):
+        if not self._positions.numel():
             self._positions = torch.empty(_MOST, dtype=torch.int32, device=self._device)
-        if self._values.dtype != dtype or not len(self._values):
+        if self._values.dtype != dtype or not self._values.numel():
             self._values = torch.empty(_MOST, dtype=dtype, device=self._device)
 
 

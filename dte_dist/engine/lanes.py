@@ -246,7 +246,8 @@ class _PairOutbox(Outbox):
         values = bits
         if self._chooser.relative(chunk.width):
             known = self._known.bits[chunk.width][first : first + length]
-            values = kernels.codecs_on(known.device).distances(known, positions, bits)
+            codecs = kernels.codecs_on(known.device)
+            values = codecs.narrow(codecs.distances(known, positions, bits), bits.dtype)
         translate = kernels.remaps_on(positions.device).translate
         for number, lane in self._lanes.items():
             for remap in lane.into.get(chunk.width, ()):
@@ -288,7 +289,9 @@ class _PairOutbox(Outbox):
             for first, length, count in join_alike(parts, itertools.islice(counts, len(parts))):
                 here = (positions[at : at + count] - first).to(torch.int32)
                 known = partial(lane.fetch, chunk.width, first, length, self._known)
-                writer.add(first, length, here, values[at : at + count], relative=relative, known=known)
+                held = values[at : at + count]
+                wide = kernels.codecs_on(device).widen(held) if relative else held
+                writer.add(first, length, here, wide, relative=relative, known=known)
                 at += count
             yield writer.finish()
             self.codecs.update(writer.codecs)

@@ -117,12 +117,13 @@ def _in_order(builder: Any, bits: Any) -> Any:
 
 @intrinsic
 def _distance(_typing: Any, bits: Any, known: Any) -> Any:
-    """Return how far a bit pattern is from a known one, modulo the range of their type."""
+    """Return how far a bit pattern is from a known one, modulo the range of their type, as int32."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.sub(_in_order(builder, args[0]), _in_order(builder, args[1]))
+        away = builder.sub(_in_order(builder, args[0]), _in_order(builder, args[1]))
+        return away if bits.bitwidth == 32 else builder.sext(away, ir.IntType(32))
 
-    return bits(bits, known), generate
+    return types.int32(bits, known), generate
 
 
 @intrinsic
@@ -234,21 +235,38 @@ def join(stream, count, low, values):
 
 
 @njit(nogil=True, cache=True)
+def _bits_of(distance):
+    """Return the bits of |distance| - 1 modulo 2^32."""
+    return _bit_length(np.uint32(abs(np.int64(distance)) - 1))
+
+
+@njit(nogil=True, cache=True)
 def measure(distances, count, classes):
-    """Count int32 distances by the bits of m = |distance| - 1 modulo 2^32, in int64[34]; the last is how many are not within +-127.
+    """Count int32 distances by the bits of m = |distance| - 1 modulo 2^32, in int64[33].
 
     There is room for 132 more, since an increment has to wait for the last one of the same number.
     """
-    distance, number = _at(distances, _I32), _at(classes, _I64)
-    for i in range(166):
+    distance, number, whole = _at(distances, _I32), _at(classes, _I64), count & -4
+    for i in range(165):
         number[i] = 0
-    far = np.int64(0)
-    for i in range(count):
-        far += np.uint32(distance[i] + 127) > np.uint32(254)
-        number[34 + 33 * (i & 3) + _bit_length(np.uint32(abs(np.int64(distance[i])) - 1))] += 1
+    for i in range(0, whole, 4):
+        number[33 + _bits_of(distance[i])] += 1
+        number[66 + _bits_of(distance[i + 1])] += 1
+        number[99 + _bits_of(distance[i + 2])] += 1
+        number[132 + _bits_of(distance[i + 3])] += 1
+    for i in range(whole, count):
+        number[33 + _bits_of(distance[i])] += 1
     for i in range(132):
-        number[i % 33] += number[34 + i]
-    number[33] = far
+        number[i % 33] += number[33 + i]
+
+
+@njit(nogil=True, cache=True)
+def count_ulp8(distances, count):
+    """Return how many int32 distances do not fit a byte but -128."""
+    distance, others = _at(distances, _I32), np.int64(0)
+    for i in range(count):
+        others += np.uint32(distance[i] + 127) > np.uint32(254)
+    return others
 
 
 @njit(nogil=True, cache=True)
@@ -434,25 +452,26 @@ def _all_below(position, begin, end, length):
 
 
 @njit(nogil=True, cache=True)
-def distances(sample, top, array, length, positions, bits, count, out):
-    """Write how far each bit pattern is, in the order, from the one at its position of an array; modulo the range of the type.
+def distances(sample, array, length, positions, bits, count, out):
+    """Write how far each bit pattern is, in the order, from the one at its position of an array, as int32.
 
     Return how many were written: fewer than `count` if a later position is out of range.
     """
-    known, position, bit, distance = _at(array, sample), _at(positions, _I32), _at(bits, sample), _at(out, sample)
+    known, position, bit, distance = _at(array, sample), _at(positions, _I32), _at(bits, sample), _at(out, _I32)
+    some = _at(stack(), sample)
     for begin in range(0, count, _SOME):
         end = min(begin + _SOME, count)
         if not _all_below(position, begin, end, length):
             return begin
         for i in range(begin, end):  # nothing else here: then many loads are on their way at once
-            distance[i] = known[position[i]]
+            some[i - begin] = known[position[i]]
         for i in range(begin, end):
-            distance[i] = _distance(bit[i], distance[i])
+            distance[i] = _distance(bit[i], some[i - begin])
     return count
 
 
 @njit(nogil=True, cache=True)
-def put_add(sample, top, array, length, positions, distances, count):
+def put_add(sample, array, length, positions, distances, count):
     """Move the bits at positions of one array. Return how many were moved: fewer than `count` if a later position is out of range."""
     element, position, distance, some = _at(array, sample), _at(positions, _I32), _at(distances, sample), _at(stack(), sample)
     for begin in range(0, count, _SOME):
@@ -469,7 +488,7 @@ def put_add(sample, top, array, length, positions, distances, count):
 
 
 @njit(nogil=True, cache=True)
-def scatter_add(sample, top, width, table, positions, distances, count, touched, out):
+def scatter_add(sample, width, table, positions, distances, count, touched, out):
     """Move the bits at int64 positions of the tensors of a table, and mark the tensors.
 
     If `out` is not 0, they are written there and not into the tensors. Positions come in any order.

@@ -7,7 +7,6 @@ read together with whether it is sound; where it is not, they have read and writ
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 import numpy as np
 import torch
@@ -18,16 +17,13 @@ from dte_dist.kernels import cpu_arrays as arrays
 from dte_dist.kernels.cpu_arrays import SAMPLES, address
 from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size, padded, words
 from dte_dist.kernels.threads import split
-from dte_dist.kernels.torch_codecs import add, subtract
+from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
 
 __all__ = [
-    "add", "best_low", "collect", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef",
-    "encode_planes", "encode_ulp8", "measure", "moved", "plan", "put_add", "scatter_add", "subtract", "warm",
+    "add", "best_low", "collect", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances",
+    "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "plan", "put_add", "scatter_add",
+    "subtract", "warm", "widen",
 ]  # fmt: skip
-
-_TOPS: Final = {dtype: np.uint64(8 * dtype.itemsize - 1) for dtype in SAMPLES}
-_SIGNED: Final = {torch.uint8: torch.int8}
-
 
 def best_low(count: int, length: int) -> tuple[int, int]:
     """Return the number of low bits that makes the stream of `count` positions below `length` smallest, and its bytes.
@@ -51,13 +47,13 @@ def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None
     """Return how far bits are, in the order of docs/protocol.md, from those that an array has at these positions.
 
     Args:
-        known: bits, of fewer than 2^31 elements.
+        known: bits of 1, 2 or 4 bytes, fewer than 2^31 of them.
         positions: int32.
         bits: one bit pattern per position.
-        out: where to write, as large as `bits`; None for a new tensor.
+        out: int32, where to write, as large as `bits`; None for a new tensor.
 
     Returns:
-        Differences modulo the range of the dtype of `bits`, in that dtype.
+        int32 differences modulo the range of the dtype of `bits`.
 
     Raises:
         IndexError: a position is outside the array.
@@ -67,14 +63,14 @@ def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None
         >>> distances(known, torch.tensor([1], dtype=torch.int32), bits).tolist()
         [-1]
     """
-    out, count = torch.empty_like(bits) if out is None else out, len(positions)
-    sample, top, width, length = SAMPLES[bits.dtype], _TOPS[bits.dtype], bits.element_size(), len(known)
+    count, sample, width, length = positions.numel(), SAMPLES[bits.dtype], bits.element_size(), known.numel()
+    out = torch.empty(count, dtype=torch.int32, device="cpu") if out is None else out
     array, at = address(known, 0, bits.dtype), address(positions, dtype=torch.int32)
-    new, into = address(bits, count), address(out, count, bits.dtype)
+    new, into = address(bits, count), address(out, count, torch.int32)
 
     def part(low: int, high: int) -> int:
-        where = (at + 4 * low, new + width * low, high - low, into + width * low)
-        return low + codec_loops.distances(sample, top, array, length, *where) - high
+        where = (at + 4 * low, new + width * low, high - low, into + 4 * low)
+        return low + codec_loops.distances(sample, array, length, *where) - high
 
     arrays.check_all(split(part, count, least=arrays.RANDOM), positions, length)
     return out
@@ -86,12 +82,12 @@ def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
     Raises:
         IndexError: a position is outside the array; some of the others have been moved.
     """
-    count, sample, top, width, length = len(positions), SAMPLES[array.dtype], _TOPS[array.dtype], array.element_size(), len(array)
+    count, sample, width, length = positions.numel(), SAMPLES[array.dtype], array.element_size(), array.numel()
     there, at, by = address(array), address(positions, dtype=torch.int32), address(distances, count, array.dtype)
 
     def part(low: int, high: int) -> int:
         where = (at + 4 * low, by + width * low, high - low)
-        return low + codec_loops.put_add(sample, top, there, length, *where) - high
+        return low + codec_loops.put_add(sample, there, length, *where) - high
 
     arrays.check_all(split(part, count, least=arrays.RANDOM), positions, length)
 
@@ -127,12 +123,12 @@ def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
 def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, out: Tensor | None) -> tuple[np.ndarray, list[int]]:
     """Move the bits, into `out` if there is one. Return which tensors were met, and what `check_all` wants to know."""
     count, width, touched = len(positions), flat.width, np.zeros(len(flat.tensors), np.bool_)
-    sample, top, table, marks = SAMPLES[distances.dtype], _TOPS[distances.dtype], arrays.bits_table(flat), touched.ctypes.data
+    sample, table, marks = SAMPLES[distances.dtype], arrays.bits_table(flat), touched.ctypes.data
     at, by, into = address(positions, dtype=torch.int64), address(distances, count, width=width), 0 if out is None else out.data_ptr()
 
     def part(low: int, high: int) -> int:
         where = (at + 8 * low, by + width * low, high - low, marks, into and into + width * low)
-        return low + codec_loops.scatter_add(sample, top, width, table.address, *where) - high
+        return low + codec_loops.scatter_add(sample, width, table.address, *where) - high
 
     return touched, split(part, count, least=arrays.RANDOM)
 
@@ -201,12 +197,15 @@ def _read_ef(at: int, count: int, length: int, low: int, positions: int) -> bool
 
 
 def measure(distances: Tensor) -> Classes:
-    """Count distances by size."""
-    count, numbers = len(distances), np.empty(166, np.int64)
-    wide = _room(count)
-    wide[:count] = distances.view(_SIGNED.get(distances.dtype, distances.dtype))
-    codec_loops.measure(wide.data_ptr(), count, numbers.ctypes.data)
-    return Classes(wide, count, numbers)
+    """Count int32 distances by size."""
+    numbers = np.empty(165, np.int64)
+    codec_loops.measure(address(distances, dtype=torch.int32), distances.numel(), numbers.ctypes.data)
+    return Classes(distances, distances.numel(), numbers)
+
+
+def count_ulp8(distances: Tensor) -> int:
+    """Return how many int32 distances are not within +-127."""
+    return codec_loops.count_ulp8(address(distances, dtype=torch.int32), distances.numel())
 
 
 def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
@@ -256,14 +255,14 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
         values, signs, far.data_ptr(), plan.far, plan.shift, dtype.itemsize, further, rests, rests + padded(plan.further),
         plan.further, plan.escapes,
     )  # fmt: skip
-    return _narrow(wide, count, dtype), sound
+    return narrow(wide[:count], dtype), sound
 
 
-def encode_ulp8(classes: Classes, width: int) -> Tensor:
-    """Write an int8 for each distance, -128 for those that do not fit, which follow."""
-    size = padded(classes.count) + width * int(classes.numbers[CLASSES])
-    stream = torch.empty(size, dtype=torch.uint8, device="cpu")
-    codec_loops.encode_ulp8(classes.wide.data_ptr(), classes.count, width, stream.data_ptr())
+def encode_ulp8(distances: Tensor, width: int, others: int) -> Tensor:
+    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others` in number."""
+    count = distances.numel()
+    stream = torch.empty(padded(count) + width * others, dtype=torch.uint8, device="cpu")
+    codec_loops.encode_ulp8(address(distances, dtype=torch.int32), count, width, stream.data_ptr())
     return stream
 
 
@@ -272,7 +271,7 @@ def decode_ulp8(stream: Tensor, count: int, dtype: torch.dtype, escapes: int) ->
     wide = _room(count)
     at = address(stream, padded(count) + dtype.itemsize * escapes, torch.uint8)
     sound = codec_loops.decode_ulp8(at, count, dtype.itemsize, escapes, wide.data_ptr())
-    return _narrow(wide, count, dtype), sound
+    return narrow(wide[:count], dtype), sound
 
 
 def _room(count: int, *, zero: bool = False) -> Tensor:
@@ -281,19 +280,15 @@ def _room(count: int, *, zero: bool = False) -> Tensor:
     return make((count + 63) & -64, dtype=torch.int32, device="cpu")
 
 
-def _narrow(wide: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    return wide[:count].to(_SIGNED.get(dtype, dtype)).view(dtype)
-
-
 def warm(widths: Iterable[int]) -> None:
     """Compile every loop of the codecs by running it on a few elements; those for single elements for these widths."""
-    few, wanted = torch.arange(3, dtype=torch.int32, device="cpu"), set(widths)
+    few, away = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([0, 1, 2], [1, 700, -3]))
     decode_ef(encode_ef(few, 99, 1), 3, 99, 1)
-    classes = measure(torch.tensor([1, 700, -3], dtype=torch.int16, device="cpu"))
+    decode_ulp8(encode_ulp8(away, 2, count_ulp8(away)), 3, torch.int16, 1)
+    classes = measure(away)
     chosen = plan(classes, 2)
-    decode_ulp8(encode_ulp8(classes, 2), 3, torch.int16, 1)
     decode_planes(encode_planes(classes, 2, chosen), 3, torch.int16, chosen)
-    for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
+    for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in set(widths) & {1, 2, 4}):
         bits = torch.zeros(3, dtype=dtype, device="cpu")
-        put_add(bits, few, distances(bits, few, bits))
+        put_add(bits, few, narrow(distances(bits, few, bits), dtype))
         scatter_add(arrays.OneTensor(bits), few.to(torch.int64), bits.clone())

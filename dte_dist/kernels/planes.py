@@ -29,9 +29,9 @@ class Classes:
     """Distances of one segment, and how many there are of each size.
 
     Attributes:
-        wide: the distances as int32, with room for a multiple of 64 on the CPU; encoding them may overwrite them.
+        wide: the distances as int32; encoding them may overwrite them.
         count: how many.
-        numbers: int64; [b] is how many have |distance| - 1 modulo 2^32 of b bits, [33] how many are not within +-127.
+        numbers: int64; [b] is how many have |distance| - 1 modulo 2^32 of b bits, b up to 32.
     """
 
     wide: Tensor

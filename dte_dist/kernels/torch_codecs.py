@@ -17,8 +17,8 @@ from dte_dist.kernels import Flat, Tables, torch_ops, torch_remap
 from dte_dist.kernels.planes import CLASSES, FURTHEST, Classes, Planes, ef_size, words
 
 __all__ = [
-    "add", "collect", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap", "encode_ef",
-    "encode_planes", "encode_ulp8", "measure", "moved", "put_add", "scatter_add", "subtract",
+    "add", "collect", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap",
+    "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "put_add", "scatter_add", "subtract", "widen",
 ]  # fmt: skip
 
 _GATHER: Final = 0x0102040810204080
@@ -43,9 +43,19 @@ def add(bits: Tensor, distances: Tensor) -> Tensor:
 
 
 def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return how far bits are from those that an array has at these positions; a position outside it is an error of the device."""
-    found = subtract(bits, known.index_select(0, positions))
+    """Return, as int32, how far bits are from those that an array has there; a position outside it is an error of the device."""
+    found = _signed(subtract(bits, known.index_select(0, positions))).to(torch.int32)
     return found if out is None else out.copy_(found)
+
+
+def narrow(distances: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return int32 distances in the dtype of bits of 1, 2 or 4 bytes."""
+    return distances.to(_SIGNED[dtype.itemsize]).view(dtype)
+
+
+def widen(distances: Tensor) -> Tensor:
+    """Return distances, in the dtype of bits, as int32: the reverse of `narrow`."""
+    return _signed(distances).to(torch.int32)
 
 
 def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
@@ -113,13 +123,16 @@ def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor
 
 
 def measure(distances: Tensor) -> Classes:
-    """Count distances by size. Waits once."""
-    wide = _signed(distances).to(torch.int32)
-    magnitude = (wide.to(torch.int64).abs() - 1) & 0xFFFFFFFF
-    at_least = (magnitude >= 1 << torch.arange(CLASSES - 1, device=wide.device).view(-1, 1)).sum(1)  # torch.bincount would wait
-    far = ((wide < -127) | (wide > 127)).sum()
-    *tails, escapes = torch.cat([at_least, far.view(1)]).tolist()
-    return Classes(wide, len(wide), np.array([*-np.diff([len(wide), *tails, 0]), escapes], np.int64))
+    """Count int32 distances by size. Waits once."""
+    count = len(distances)
+    magnitude = (distances.to(torch.int64).abs() - 1) & 0xFFFFFFFF
+    at_least = (magnitude >= 1 << torch.arange(CLASSES - 1, device=distances.device).view(-1, 1)).sum(1)  # torch.bincount would wait
+    return Classes(distances, count, -np.diff([count, *at_least.tolist(), 0]))
+
+
+def count_ulp8(distances: Tensor) -> int:
+    """Return how many int32 distances are not within +-127. Waits once."""
+    return int(((distances < -127) | (distances > 127)).sum())
 
 
 def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
@@ -134,7 +147,7 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     escaped = far[further[rest >= FURTHEST]]
     signs = _packed(torch.nn.functional.pad(wide < 0, (0, 8 * words(len(wide)) - len(wide))))
     bytes_ = torch.where(rest >= FURTHEST, 0, rest).to(torch.uint8)
-    parts = [signs, *_split(magnitude, plan.shift), places, _plane(further, len(far)), _padded(bytes_), _narrow(wide[escaped], width)]
+    parts = [signs, *_split(magnitude, plan.shift), places, _plane(further, len(far)), _padded(bytes_), _bytes_of(wide[escaped], width)]
     return torch.cat(parts)
 
 
@@ -168,12 +181,11 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
     return values.view(dtype), sound & agrees
 
 
-def encode_ulp8(classes: Classes, width: int) -> Tensor:
-    """Write an int8 for each distance, -128 for those that do not fit, which follow."""
-    wide = classes.wide
-    escaped = (wide < -127) | (wide > 127)
-    near = torch.where(escaped, -128, wide).to(torch.int8).view(torch.uint8)
-    return torch.cat([_padded(near), _narrow(wide[escaped], width)])
+def encode_ulp8(distances: Tensor, width: int, others: int) -> Tensor:
+    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others` in number."""
+    escaped = (distances < -127) | (distances > 127)
+    near = torch.where(escaped, -128, distances).to(torch.int8).view(torch.uint8)
+    return torch.cat([_padded(near), _bytes_of(distances[_ranks(escaped, others)[0]], width)])
 
 
 def decode_ulp8(stream: Tensor, count: int, dtype: torch.dtype, escapes: int) -> tuple[Tensor, Tensor]:
@@ -197,7 +209,7 @@ def _ordered(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
 
 
-def _narrow(distances: Tensor, width: int) -> Tensor:
+def _bytes_of(distances: Tensor, width: int) -> Tensor:
     """Return int32 distances as bytes, `width` for each."""
     return distances.to(_SIGNED[width]).view(torch.uint8)
 

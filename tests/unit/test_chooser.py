@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dte_dist.codec import FAST, Chooser
 from dte_dist.codec.index import DENSE, INDEX_CODECS
 from dte_dist.codec.value import RAW, ULP, VALUE_CODECS, Values
-from tests.unit.test_codec_kernels import as_bits, some_distances
+from tests.unit.test_codec_kernels import some_distances, wide
 
 GIB = float(1 << 30)
 
@@ -42,9 +42,9 @@ def test_who_wants_distances() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 1 << 20), st.floats(0.0001, 1), st.data())
 def test_small_is_the_smallest_of_all_pairs(length: int, share: float, data: st.DataObject) -> None:
-    pool = as_bits(data.draw(some_distances(2)), 2)
+    pool = wide(data.draw(some_distances(2)))
     count = max(1, min(len(pool), int(length * share)))
-    values = Values(pool[:count], True)
+    values = Values(pool[:count], True, 2)
     relative = [codec for codec in VALUE_CODECS.values() if codec.relative]
     sizes = [2 * length] + [codec.size(values, length - count) for codec in relative]
     sizes += [
@@ -63,7 +63,7 @@ def test_small_is_the_smallest_of_all_pairs(length: int, share: float, data: st.
 @given(st.integers(1, 1 << 20), st.integers(1, 1 << 20))
 def test_fast_takes_what_is_cheap_to_code(length: int, count: int) -> None:
     count = min(count, length)
-    values = Values(torch.zeros(count, dtype=torch.int16), False)
+    values = Values(torch.zeros(count, dtype=torch.int16), False, 2)
     index, value, whole = FAST.choose(count, length, values, whole=True)
     sparse = min(4 * count, 4 * -(-length // 65536) + 2 * count) + 2 * count
     assert value is RAW and whole == (count < length and sparse >= 2 * length)
@@ -77,13 +77,13 @@ def test_fast_takes_what_is_cheap_to_code(length: int, count: int) -> None:
 def test_a_pair_is_taken_as_long_as_it_is_smaller_than_all_elements(pair: str) -> None:
     chooser = Chooser(pair)
     index_name, value_name = pair.split("+")
-    values = Values(torch.tensor([1, -1, 2, 5] * 50, dtype=torch.int16), chooser.relative(2))
+    values = Values(torch.tensor([1, -1, 2, 5] * 50, dtype=torch.int32), chooser.relative(2), 2)
     index, value, whole = chooser.choose(200, 100_000, values, whole=True)
     assert whole == (index_name == "dense") and index.name == index_name
     assert value.name == ("raw" if whole and value_name in ("ulp", "planes") else value_name)  # of 500 zeros for each change
-    near = Values(torch.tensor([1, -1, 2, 5] * 50, dtype=torch.int16), chooser.relative(2))
+    near = Values(torch.tensor([1, -1, 2, 5] * 50, dtype=torch.int32), chooser.relative(2), 2)
     assert chooser.choose(200, 201, near, whole=True)[1].name == ("raw" if value_name == "ulp" else value_name)
-    random = Values(torch.randint(-(1 << 15), 1 << 15, (200,)).to(torch.int16), chooser.relative(2))
+    random = Values(torch.randint(-(1 << 15), 1 << 15, (200,)).to(torch.int32), chooser.relative(2), 2)
     index, value, whole = chooser.choose(200, 201, random, whole=True)
     assert index is DENSE and whole
     index, value, whole = chooser.choose(200, 200, random, whole=True)
@@ -93,24 +93,24 @@ def test_a_pair_is_taken_as_long_as_it_is_smaller_than_all_elements(pair: str) -
 
 def test_auto_weighs_bytes_against_time() -> None:
     """The slower the link, the fewer bytes; the faster, the cheaper the codecs."""
-    values = Values(torch.tensor([1, -1, 1, 2] * 2500, dtype=torch.int16), True)
+    values = Values(torch.tensor([1, -1, 1, 2] * 2500, dtype=torch.int32), True, 2)
     names = [Chooser("auto", speed).choose(10_000, 1 << 20, values, whole=True) for speed in (1e7, 1e10)]
     assert (names[0][0].name, names[0][1].name) == ("ef", "planes")
     assert names[1][0].name == "i32" and names[1][1].name == "ulp"
     sizes = []
     for speed in (1e6, 1e8, 3e8, 1e9, 1e11):
         chooser = Chooser("auto", speed)
-        index, value, _ = chooser.choose(10_000, 1 << 20, Values(values.values, chooser.relative(2)), whole=True)
+        index, value, _ = chooser.choose(10_000, 1 << 20, Values(values.values, chooser.relative(2), 2), whole=True)
         sizes.append(index.size(10_000, 1 << 20) + value.size(values))
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
 def test_the_ratio_moves_the_border_to_whole_segments() -> None:
-    values = {count: Values(torch.zeros(count, dtype=torch.int16), False) for count in (1000, 3000, 4900, 5100)}
+    values = {count: Values(torch.zeros(count, dtype=torch.int16), False, 2) for count in (1000, 3000, 4900, 5100)}
     for ratio, expected in ((1.0, [False, False, False, True]), (0.5, [False, True, True, True]), (0.1, [True] * 4)):
         chosen = [Chooser(ratio=ratio).choose(count, 10_000, each, whole=True)[2] for count, each in values.items()]
         assert chosen == expected
     for ratio in (0.3, 1.0):
-        wide = Values(torch.ones(5000, dtype=torch.int16), True)
-        index, value, whole = Chooser("small", ratio=ratio).choose(5000, 10_000, wide, whole=True)
+        steps = Values(torch.ones(5000, dtype=torch.int32), True, 2)
+        index, value, whole = Chooser("small", ratio=ratio).choose(5000, 10_000, steps, whole=True)
         assert (index.name, value.name, whole) == ("bitmap", "planes", False)

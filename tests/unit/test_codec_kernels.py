@@ -70,6 +70,10 @@ def as_bits(distances: np.ndarray, width: int) -> Tensor:
     return torch.from_numpy(distances.astype(reference.ORDERS[width])).view(BITS[width])
 
 
+def wide(distances: np.ndarray) -> Tensor:
+    return torch.from_numpy(distances.astype(np.int32))
+
+
 # Positions -----------------------------------------------------------------------------------------------------------------
 
 
@@ -158,12 +162,15 @@ def test_every_pair_of_bits_has_a_distance_and_back(kernel: ModuleType, width: i
     expected = reference.distances(new.numpy(), known.numpy())
     assert kernel.subtract(new, known).view(torch.uint8).numpy().tobytes() == reference.as_bytes(expected, width)
     assert torch.equal(kernel.add(known, kernel.subtract(new, known)), new)
-    order = torch.arange(len(known), dtype=torch.int32)
-    away = kernel.distances(known, order, new)
-    assert torch.equal(away, kernel.subtract(new, known)) and away.dtype == new.dtype
-    array = known.clone()
-    kernel.put_add(array, order, away)
+    order, array = torch.arange(len(known), dtype=torch.int32), known.clone()
+    kernel.put_add(array, order, kernel.subtract(new, known))
     assert torch.equal(array, new)
+    if width < 8:
+        away = kernel.distances(known, order, new)
+        assert away.dtype == torch.int32 and away.tolist() == expected.tolist()
+        assert torch.equal(kernel.narrow(away, new.dtype), kernel.subtract(new, known))
+        assert torch.equal(kernel.widen(kernel.narrow(away, new.dtype)), away)
+        assert torch.equal(kernel.distances(known, order, new, torch.empty_like(away)), away)
 
 
 @all_widths
@@ -186,7 +193,7 @@ def test_the_order_is_that_of_the_numbers(width: int) -> None:
 def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     """For the best plan and for any other; every size is exact."""
     distances = data.draw(some_distances(width))
-    classes = kernel.measure(as_bits(distances, width))
+    classes = kernel.measure(wide(distances))
     best = cpu_codecs.plan(classes, width)
     shift, spread = data.draw(st.sampled_from([(best.shift, best.spread), (0, -1), (1, 2), (7, -1), (8 * width - 1, 24), (5, 0)]))
     expected, far, further, escapes = reference.planes(distances, width, shift, spread)
@@ -194,7 +201,7 @@ def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     if (shift, spread) == (best.shift, best.spread):
         assert plan == best
     assert len(expected) >= best.size
-    stream = kernel.encode_planes(kernel.measure(as_bits(distances, width)), width, plan)
+    stream = kernel.encode_planes(kernel.measure(wide(distances)), width, plan)
     assert stream.numpy().tobytes() == expected
     decoded, sound = kernel.decode_planes(stream, len(distances), BITS[width], plan)
     assert bool(sound) and torch.equal(decoded, as_bits(distances, width))
@@ -209,7 +216,7 @@ def test_the_plan_is_the_best(width: int, data: st.DataObject) -> None:
     plans = [
         (len(reference.planes(whole, width, shift, spread)[0]), shift) for shift in range(8 * width) for spread in (-1, *range(0, 25, 1))
     ]
-    plan = cpu_codecs.plan(cpu_codecs.measure(as_bits(distances, width)), width, zeros)
+    plan = cpu_codecs.plan(cpu_codecs.measure(wide(distances)), width, zeros)
     assert (plan.size, plan.shift) == min(plans)
 
 
@@ -219,10 +226,9 @@ def test_the_plan_is_the_best(width: int, data: st.DataObject) -> None:
 @given(st.data())
 def test_ulp8(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
-    classes = kernel.measure(as_bits(distances, width))
-    stream = kernel.encode_ulp8(classes, width)
+    escapes = kernel.count_ulp8(wide(distances))
+    stream = kernel.encode_ulp8(wide(distances), width, escapes)
     assert stream.numpy().tobytes() == reference.ulp8(distances, width)
-    escapes = int(classes.numbers[33])
     decoded, sound = kernel.decode_ulp8(stream, len(distances), BITS[width], escapes)
     assert bool(sound) and torch.equal(decoded, as_bits(distances, width))
     if escapes:

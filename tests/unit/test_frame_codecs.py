@@ -157,10 +157,9 @@ def test_both_kinds_of_device_write_the_same_frame() -> None:
 
 def test_distances_are_not_for_seeds_nor_for_eight_bytes() -> None:
     one, away = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int16)
-    with pytest.raises(ValueError, match="distances"):
-        FrameWriter(replace(HEAD_OF, seed=True), "cpu").add(0, 10, one, away, relative=True)
-    with pytest.raises(ValueError, match="distances"):
-        FrameWriter(replace(HEAD_OF, width=8), "cpu").add(0, 10, one, away.long(), relative=True)
+    for head in (replace(HEAD_OF, seed=True), replace(HEAD_OF, width=8)):
+        with pytest.raises(ValueError, match="distances"):
+            FrameWriter(head, "cpu").add(0, 10, one, away.int(), relative=True)
     for head in (replace(HEAD_OF, seed=True), replace(HEAD_OF, width=8)):
         writer = FrameWriter(head, "cpu")
         writer.add(0, 10, one, away.to(BITS[head.width]))
