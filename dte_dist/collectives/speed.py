@@ -1,7 +1,8 @@
 """How fast the links of a channel are, learnt from the bytes that it moves.
 
 `codec="auto"` weighs bytes against the time that codecs take. The first sync of a channel seeds every receiver, so before the first
-delta each source has moved its part of the model, and knows how long it took. No probe is sent.
+delta each source has moved its part of the model, and knows how long it took. No probe is sent. A transfer is slower than its link where
+a rank was late or a core busy, but never faster: the fastest one counts.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class LinkSpeed:
         >>> speed = LinkSpeed()
         >>> speed.learn(10_000, 0.5), speed.bytes_per_second
         (None, None)
-        >>> speed.learn(50_000_000, 0.5), speed.bytes_per_second
-        (None, 100000000.0)
+        >>> speed.learn(50_000_000, 0.5), speed.learn(50_000_000, 0.8), speed.bytes_per_second
+        (None, None, 100000000.0)
     """
 
     __slots__ = ("bytes_per_second",)
@@ -34,6 +35,6 @@ class LinkSpeed:
         self.bytes_per_second: float | None = None
 
     def learn(self, nbytes: int, seconds: float) -> None:
-        """Take over the speed of the latest transfer, if it was large enough to tell."""
+        """Look at a transfer, if it was large enough to tell."""
         if nbytes >= _ENOUGH and seconds > 0:
-            self.bytes_per_second = nbytes / seconds
+            self.bytes_per_second = max(self.bytes_per_second or 0.0, nbytes / seconds)
