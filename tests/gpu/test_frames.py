@@ -16,7 +16,7 @@ from dte_dist.change.snapshot import Snapshot
 from dte_dist.codec import Chooser, FrameHead, FrameWriter, Segment, read_frame
 from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.errors import DeltaError
-from dte_dist.kernels import cpu
+from dte_dist.kernels import cpu, torch_codecs
 from dte_dist.layout import Block
 from tests.gpu.device import DEVICE, build, content, random_bits, recipes, same_bits, settle, tier
 
@@ -40,7 +40,9 @@ def write(width: int, density: float, device: torch.device | str, codec: str = "
         positions = torch.from_numpy(np.flatnonzero(rng.random(LENGTH) < density).astype(np.int32)).to(device)
         values = random_bits(len(positions), width, number, device)
         if relative and number == 0:
-            values = torch.from_numpy(rng.geometric(0.6, len(positions))).to(BITS[width]).to(device)
+            values = torch.from_numpy(rng.geometric(0.6, len(positions))).to(torch.int32).to(device)
+        elif relative:
+            values = torch_codecs.widen(values)
         known = partial(random_bits, LENGTH, width, number + 5, device)
         writer.add(1000 + number * LENGTH, LENGTH, positions, values, relative=relative, known=known)
     writer.add_dense(1000 + 2 * LENGTH, random_bits(99, width, 9, device))

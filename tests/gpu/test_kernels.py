@@ -220,7 +220,7 @@ def distances_of(count: int, width: int, kind: str) -> Tensor:
         "steps": rng.geometric(0.6, count) * rng.choice([-1, 1], count), "any": rng.integers(-top, top, count),
         "far": rng.choice(np.array([-top, top - 1, 127, 128, -128, 1, -1, 256, 257, -300], np.int64), count),
     }[kind]  # fmt: skip
-    return torch.from_numpy(((drawn + top) % (2 * top) - top).astype(f"i{width}").view("u1")).view(BITS[width])
+    return torch.from_numpy(((drawn + top) % (2 * top) - top).astype("i4"))
 
 
 @widths
@@ -235,9 +235,12 @@ def test_distances_in_a_flat_array(width: int, seed: int) -> None:
     assert torch.equal(content(there.tensors, width), content(here.tensors, width))
     array, sorted_ = content(here.tensors, width), positions.sort()[0].to(torch.int32)
     bits, moving = random_bits(len(sorted_), width, seed + 1), array.to(DEVICE)
-    found = torch_codecs.distances(moving, sorted_.to(DEVICE), bits.to(DEVICE))
-    assert torch.equal(found.cpu(), cpu_codecs.distances(array, sorted_, bits))
-    torch_codecs.put_add(moving, sorted_.to(DEVICE), found)
+    away = torch_codecs.subtract(bits, array[sorted_.long()])
+    if width < 8:
+        found = torch_codecs.distances(moving, sorted_.to(DEVICE), bits.to(DEVICE))
+        assert torch.equal(found.cpu(), cpu_codecs.distances(array, sorted_, bits))
+        assert torch.equal(torch_codecs.narrow(found, bits.dtype).cpu(), away)
+    torch_codecs.put_add(moving, sorted_.to(DEVICE), away.to(DEVICE))
     assert torch.equal(moving.cpu()[sorted_.long()], bits)
 
 
@@ -261,15 +264,17 @@ def test_positions_as_bits_and_as_elias_fano(length: int, density: float) -> Non
 @pytest.mark.parametrize("count", [1, 63, 1000, 70_000])
 def test_distances_as_bytes_and_as_planes(width: int, kind: str, count: int) -> None:
     values = distances_of(count, width, kind)
-    here, there = (codecs.measure(values.to(device)) for codecs, device in ((cpu_codecs, "cpu"), (torch_codecs, DEVICE)))
-    assert here.numbers[: len(there.numbers)].tolist() == there.numbers.tolist()
-    plan, escapes = cpu_codecs.plan(here, width), int(here.numbers[33])
-    stream = cpu_codecs.encode_ulp8(here, width)
-    assert torch.equal(torch_codecs.encode_ulp8(there, width).cpu(), stream)
-    agree(lambda codecs, bits: codecs.decode_ulp8(bits, count, values.dtype, escapes), stream)
-    stream = cpu_codecs.encode_planes(here, width, plan)
-    assert torch.equal(torch_codecs.encode_planes(there, width, plan).cpu(), stream)
-    agree(lambda codecs, bits: codecs.decode_planes(bits, count, values.dtype, plan), stream)
+    there, escapes = values.clone().to(DEVICE), cpu_codecs.count_ulp8(values)
+    assert torch_codecs.count_ulp8(there) == escapes
+    stream = cpu_codecs.encode_ulp8(values, width, escapes)
+    assert torch.equal(torch_codecs.encode_ulp8(there, width, escapes).cpu(), stream)
+    agree(lambda codecs, bits: codecs.decode_ulp8(bits, count, BITS[width], escapes), stream)
+    classes, counted = cpu_codecs.measure(values), torch_codecs.measure(there)
+    assert classes.numbers[: len(counted.numbers)].tolist() == counted.numbers.tolist()
+    plan = cpu_codecs.plan(classes, width)
+    stream = cpu_codecs.encode_planes(classes, width, plan)  # overwrites the values
+    assert torch.equal(torch_codecs.encode_planes(counted, width, plan).cpu(), stream)
+    agree(lambda codecs, bits: codecs.decode_planes(bits, count, BITS[width], plan), stream)
 
 
 def agree(decode, stream: Tensor) -> None:
@@ -375,9 +380,10 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
     far = torch.tensor([1, -1, 300, -2], dtype=torch.int32, device=DEVICE).repeat(len(positions) // 4 + 1)[: len(positions)]
     classes = torch_codecs.measure(far)
     plan, low = cpu_codecs.plan(cpu_codecs.measure(far.cpu()), 4), cpu_codecs.best_low(len(positions), len(flat))[0]
-    planes, ulps = torch_codecs.encode_planes(classes, 4, plan), torch_codecs.encode_ulp8(classes, 4)
+    escapes = torch_codecs.count_ulp8(far)
+    planes, ulps = torch_codecs.encode_planes(classes, 4, plan), torch_codecs.encode_ulp8(far, 4, escapes)
     ef, bitmap = torch_codecs.encode_ef(positions, len(flat), low), torch_codecs.encode_bitmap(positions, len(flat))
-    count, escapes, wide = len(positions), int(classes.numbers[-1]), positions.to(torch.int64)
+    count, wide = len(positions), positions.to(torch.int64)
     torch_remap.translate(remap, 0, positions, bits)  # copies the tables to the device, once
     backwards = positions.flip(0)
     calls = {
@@ -404,7 +410,8 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "decode_ulp8": (0, lambda: torch_codecs.decode_ulp8(ulps, count, torch.int32, escapes)),
         "decode_planes": (0, lambda: torch_codecs.decode_planes(planes, count, torch.int32, plan)),
         "measure": (1, lambda: torch_codecs.measure(far)),
-        "encode_ulp8": (1, lambda: torch_codecs.encode_ulp8(classes, 4)),
+        "count_ulp8": (1, lambda: torch_codecs.count_ulp8(far)),
+        "encode_ulp8": (0, lambda: torch_codecs.encode_ulp8(far, 4, escapes)),
         "encode_planes": (3, lambda: torch_codecs.encode_planes(classes, 4, plan)),
         "moved": (1, lambda: torch_codecs.moved(flat, wide, far)),
         "scatter_add": (2, lambda: torch_codecs.scatter_add(flat, wide, far)),
