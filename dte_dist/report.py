@@ -32,9 +32,9 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def moving(self) -> float:
-        """Return the seconds spent on moving bytes so far."""
-        return self.seconds.get("gather", 0.0) + self.seconds.get("wire", 0.0)
+    def coding(self) -> float:
+        """Return the seconds spent on coding so far."""
+        return self.seconds.get("encode", 0.0) + self.seconds.get("decode", 0.0)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

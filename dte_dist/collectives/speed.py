@@ -2,7 +2,8 @@
 
 `codec="auto"` weighs bytes against the time that codecs take. The first sync of a channel seeds every receiver, so before the first
 delta each source has moved its part of the model, and knows how long it took. No probe is sent. A transfer is slower than its link where
-a rank was late or a core busy, but never faster: the fastest one counts.
+a rank was late, or waited for others that move more, but never faster: the fastest one counts, of all ranks, which tell each other when
+they acknowledge.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _ENOUGH: Final = 1 << 20
 
 
 class LinkSpeed:
-    """Bytes that this rank sends or receives in a second.
+    """Bytes that a rank sends or receives in a second.
 
     Attributes:
         bytes_per_second: None while nothing is known.
@@ -33,6 +34,11 @@ class LinkSpeed:
 
     def __init__(self) -> None:
         self.bytes_per_second: float | None = None
+
+    def hear(self, bytes_per_second: int) -> None:
+        """Take note of what other ranks have learnt; 0 if they know nothing."""
+        if bytes_per_second > 0:
+            self.bytes_per_second = max(self.bytes_per_second or 0.0, float(bytes_per_second))
 
     def learn(self, nbytes: int, seconds: float) -> None:
         """Look at a transfer, if it was large enough to tell."""

@@ -203,7 +203,7 @@ class Sync:
         return load
 
     def _vote(self) -> None:
-        """Phase 4: raise the same error on every rank if any rank has one."""
+        """Phase 4."""
         self._raise_if_any(self._receiver.error if self._receiver is not None else None)
 
     def _apply(self, decision: Decision) -> Exception | None:
@@ -230,9 +230,11 @@ class Sync:
 
     def _move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int]) -> Load:
         """Move frames on the route; return what it cost each rank, and learn how fast it went."""
-        load, before, rank = self._route.load(sizes, targets), self._phases.moving(), self._parts.control.rank
+        load, rank = self._route.load(sizes, targets), self._parts.control.rank
+        begin, coding = time.perf_counter(), self._phases.coding()
         self._route.move(step, frames, sizes, targets, self._phases)
-        self._parts.speed.learn(max(load.sent[rank], load.received[rank]), self._phases.moving() - before)
+        seconds = time.perf_counter() - begin - (self._phases.coding() - coding)
+        self._parts.speed.learn(max(load.sent[rank], load.received[rank]), seconds)
         return load
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
@@ -240,7 +242,8 @@ class Sync:
         seeded = self._receiver if self._is_in(decision.seeded) else None
         for part in (self._source, seeded):
             error = error or (part.error if part is not None else None)
-        self._raise_if_any(_as_apply_failed(error))
+        speed = self._parts.speed
+        speed.hear(self._raise_if_any(_as_apply_failed(error), int(speed.bytes_per_second or 0)))
         with self._phases("commit"):
             if seeded is not None:
                 seeded.commit(decision.version, decision.onward, full=True)
@@ -255,9 +258,12 @@ class Sync:
         with self._phases("wait"):
             return self._parts.control.rows(row)
 
-    def _raise_if_any(self, error: Exception | None) -> None:
-        if self._rows(np.array([error is not None], np.int64)).any():
+    def _raise_if_any(self, error: Exception | None, said: int = 0) -> int:
+        """Raise the same error on every rank if any rank has one; return the largest number that a rank says."""
+        rows = self._rows(np.array([error is not None, said], np.int64))
+        if rows[:, 0].any():
             self._raise_together(error)
+        return int(rows[:, 1].max())
 
     def _raise_together(self, error: Exception | None) -> None:
         _agreed(lambda: raise_together(self._parts.control, error))
