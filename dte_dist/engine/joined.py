@@ -6,7 +6,7 @@ them; with many, or with densities that differ, a segment is better coded by its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import torch
@@ -83,22 +83,27 @@ class Joiner:
             found: int32 positions counted from `first`, and bits; they are copied.
         """
         positions, bits = found
-        count = positions.numel()
+        count, segment = positions.numel(), known[first : first + length]
         if self._parts and not (first + length - self._first <= _LONGEST and is_alike(self._total, self._parts, count)):
             self.flush(writer, known)
+        relative = self._chooser.relative(bits.element_size())
         if not count:
             return
         if 2 * count > _MOST:
             self.flush(writer, known)
-            values, relative = self._take(known[first : first + length], positions, bits)
-            writer.add(first, length, positions, values, relative=relative, known=_copy(known, first, length))
+            values = kernels.codecs_on(self._device).distances(segment, positions, bits) if relative else bits
+            writer.add(first, length, positions, values, relative=relative, known=segment.clone)
             return
-        self._make_room(torch.int32 if self._chooser.relative(bits.element_size()) else bits.dtype)
+        self._make_room(torch.int32 if relative else bits.dtype)
         if not self._parts:
             self._first = first
-        here = slice(self._total, self._total + count)
-        torch.add(positions, first - self._first, out=self._positions[here])
-        self._take(known[first : first + length], positions, bits, self._values[here])
+        here, shift = slice(self._total, self._total + count), first - self._first
+        if relative:
+            shifted = shift, self._positions[here]
+            kernels.codecs_on(self._device).distances(segment, positions, bits, self._values[here], shifted=shifted)
+        else:
+            torch.add(positions, shift, out=self._positions[here])
+            self._values[here] = bits
         self._end, self._total, self._parts = first + length, self._total + count, self._parts + 1
 
     def flush(self, writer: FrameWriter, known: Tensor) -> None:
@@ -106,21 +111,11 @@ class Joiner:
         if self._parts:
             positions, values, length = self._positions[: self._total], self._values[: self._total], self._end - self._first
             relative = self._chooser.relative(known.element_size())
-            writer.add(self._first, length, positions, values, relative=relative, known=_copy(known, self._first, length))
+            writer.add(self._first, length, positions, values, relative=relative, known=known[self._first : self._end].clone)
         self._total = self._parts = 0
-
-    def _take(self, known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> tuple[Tensor, bool]:
-        """Return the bits, or their distances from the known bits of the segment, and which it is; in `out`, if it is given."""
-        if self._chooser.relative(bits.element_size()):
-            return kernels.codecs_on(self._device).distances(known, positions, bits, out), True
-        return bits if out is None else out.copy_(bits), False
 
     def _make_room(self, dtype: torch.dtype) -> None:
         if not self._positions.numel():
             self._positions = torch.empty(_MOST, dtype=torch.int32, device=self._device)
         if self._values.dtype != dtype or not self._values.numel():
             self._values = torch.empty(_MOST, dtype=dtype, device=self._device)
-
-
-def _copy(known: Tensor, first: int, length: int) -> Callable[[], Tensor]:
-    return known[first : first + length].clone

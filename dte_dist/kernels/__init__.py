@@ -32,7 +32,7 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `encode_ef(positions, length, low) -> stream` | positions below `length`, `low` bits of each as they are |
 | `decode_ef(stream, count, length, low) -> (positions, bool)` | the reverse, and whether the stream is sound |
 | `encode_bitmap(positions, length)`, `decode_bitmap(stream, count, length)` | the same as a bit for each element |
-| `distances(known, positions, bits, out) -> distances` | from the bits that one contiguous array has there, as int32 |
+| `distances(known, positions, bits, out, shifted) -> distances` | from the bits that one contiguous array has there, as int32 |
 | `measure(distances) -> Classes`, `plan(classes, width, zeros) -> Planes` | how many there are of each size, and how they, and as many distances of 0, are best written as planes; `plan` and `best_low` are the host's, `codecs_on("cpu")` |
 | `encode_planes(classes, width, plan)`, `decode_planes(stream, count, dtype, plan) -> (distances, bool)` | distances as planes of bits |
 | `narrow(distances, dtype)`, `widen(distances)` | int32 distances, which encoders take, to the dtype of bits, and back |

@@ -452,13 +452,14 @@ def _all_below(position, begin, end, length):
 
 
 @njit(nogil=True, cache=True)
-def distances(sample, array, length, positions, bits, count, out):
+def distances(sample, array, length, positions, bits, count, out, shift, shifted):
     """Write how far each bit pattern is, in the order, from the one at its position of an array, as int32.
 
+    If `shifted` is not 0, the positions are written there, moved by `shift`.
     Return how many were written: fewer than `count` if a later position is out of range.
     """
     known, position, bit, distance = _at(array, sample), _at(positions, _I32), _at(bits, sample), _at(out, _I32)
-    some = _at(stack(), sample)
+    some, other = _at(stack(), sample), _at(shifted, _I32)
     for begin in range(0, count, _SOME):
         end = min(begin + _SOME, count)
         if not _all_below(position, begin, end, length):
@@ -467,6 +468,9 @@ def distances(sample, array, length, positions, bits, count, out):
             some[i - begin] = known[position[i]]
         for i in range(begin, end):
             distance[i] = _distance(bit[i], some[i - begin])
+        if shifted:
+            for i in range(begin, end):
+                other[i] = np.int32(position[i] + shift)
     return count
 
 

@@ -43,7 +43,9 @@ def plan(classes: Classes, width: int, zeros: int = 0) -> Planes:
     return Planes(*chosen.tolist())
 
 
-def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
+def distances(
+    known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None, *, shifted: tuple[int, Tensor] | None = None
+) -> Tensor:
     """Return how far bits are, in the order of docs/protocol.md, from those that an array has at these positions.
 
     Args:
@@ -51,6 +53,7 @@ def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None
         positions: int32.
         bits: one bit pattern per position.
         out: int32, where to write, as large as `bits`; None for a new tensor.
+        shifted: a number, and where to write the positions with that number added.
 
     Returns:
         int32 differences modulo the range of the dtype of `bits`.
@@ -67,10 +70,11 @@ def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None
     out = torch.empty(count, dtype=torch.int32, device="cpu") if out is None else out
     array, at = address(known, 0, bits.dtype), address(positions, dtype=torch.int32)
     new, into = address(bits, count), address(out, count, torch.int32)
+    shift, also = (shifted[0], address(shifted[1], count, torch.int32)) if shifted is not None else (0, 0)
 
     def part(low: int, high: int) -> int:
         where = (at + 4 * low, new + width * low, high - low, into + 4 * low)
-        return low + codec_loops.distances(sample, array, length, *where) - high
+        return low + codec_loops.distances(sample, array, length, *where, shift, also and also + 4 * low) - high
 
     arrays.check_all(split(part, count, least=arrays.RANDOM), positions, length)
     return out

@@ -42,8 +42,12 @@ def add(bits: Tensor, distances: Tensor) -> Tensor:
     return _ordered(_ordered(bits) + _signed(distances)).view(bits.dtype)
 
 
-def distances(known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
+def distances(
+    known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None, *, shifted: tuple[int, Tensor] | None = None
+) -> Tensor:
     """Return, as int32, how far bits are from those that an array has there; a position outside it is an error of the device."""
+    if shifted is not None:
+        torch.add(positions, shifted[0], out=shifted[1])
     found = _signed(subtract(bits, known.index_select(0, positions))).to(torch.int32)
     return found if out is None else out.copy_(found)
 
