@@ -102,7 +102,7 @@ class FlatTensors:
             rounded = whole & np.fromiter([pair == _ROUNDED for pair in zip(own, dtypes, strict=True)], np.bool_, len(own))
         flat = copy(self)
         flat.dtypes, flat.cast = tuple(dtypes), cast & ~rounded
-        flat.table = Table(self.tensors, self.starts, self.table.addresses, whole | cast, rounded)
+        flat.table = Table(self.tensors, self.starts, self.table.addresses, whole, rounded)
         return flat
 
     def __len__(self) -> int:

@@ -16,10 +16,11 @@ from typing import Any, Final
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dte_dist.kernels.compiled import loop
 from dte_dist.kernels.loops import element, find
 from dte_dist.kernels.memory import at as _at
 from dte_dist.kernels.memory import column, stack
@@ -136,7 +137,7 @@ def _moved(_typing: Any, bits: Any, distance: Any) -> Any:
     return bits(bits, distance), generate
 
 
-@njit(nogil=True, cache=True)
+@loop
 def best_low(count, length):
     """Return the number of low bits, up to 24, that makes `ef_size` smallest, the least of several; and that size."""
     best, least = 0, np.int64(1) << 62
@@ -147,7 +148,7 @@ def best_low(count, length):
     return best, least
 
 
-@njit(nogil=True, cache=True)
+@loop
 def set_bits(positions, count, low, step, size, stream):
     """Set bit (position >> low) + step * i for each position i. Return False if they leave the words or go back by more than one."""
     position, word = _at(positions, _I32), _at(stream, _U64)
@@ -167,7 +168,7 @@ def set_bits(positions, count, low, step, size, stream):
     return True
 
 
-@njit(nogil=True, cache=True)
+@loop
 def get_bits(stream, size, count, low, step, most, positions):
     """Write (bit - step * i) << low for each bit i that is set. Return False if there are not `count`, or one is above `most` << low."""
     position, word = _at(positions, _I32), _at(stream, _U64)
@@ -188,7 +189,7 @@ def get_bits(stream, size, count, low, step, most, positions):
     return last <= most
 
 
-@njit(nogil=True, cache=True)
+@loop
 def split(values, count, low, stream):
     """Write the `low` lowest bits of int32 values: whole bytes as streams of bytes, then a plane of words for each further bit."""
     value, whole = _at(values, _I32), count & -64
@@ -210,7 +211,7 @@ def split(values, count, low, stream):
             word[whole >> 6] = last
 
 
-@njit(nogil=True, cache=True)
+@loop
 def join(stream, count, low, values):
     """OR what `split` wrote into int32 values, which have room for a multiple of 64."""
     value = _at(values, _I32)
@@ -234,13 +235,13 @@ def join(stream, count, low, values):
             _add_planes(values + 256 * block, np.int64(low & -8), word)
 
 
-@njit(nogil=True, cache=True)
+@loop
 def _bits_of(distance):
     """Return the bits of |distance| - 1 modulo 2^32."""
     return _bit_length(np.uint32(abs(np.int64(distance)) - 1))
 
 
-@njit(nogil=True, cache=True)
+@loop
 def measure(distances, count, classes):
     """Count int32 distances by the bits of m = |distance| - 1 modulo 2^32, in int64[33].
 
@@ -260,7 +261,7 @@ def measure(distances, count, classes):
         number[i % 33] += number[33 + i]
 
 
-@njit(nogil=True, cache=True)
+@loop
 def count_ulp8(distances, count):
     """Return how many int32 distances do not fit a byte but -128."""
     distance, others = _at(distances, _I32), np.int64(0)
@@ -269,7 +270,7 @@ def count_ulp8(distances, count):
     return others
 
 
-@njit(nogil=True, cache=True)
+@loop
 def plan_planes(classes, count, width, plan):
     """Choose how `count` distances of these classes are written in the fewest bytes.
 
@@ -292,7 +293,7 @@ def plan_planes(classes, count, width, plan):
             chosen[0], chosen[1], chosen[2], chosen[3], chosen[4], chosen[5] = shift, spread, far, further, escapes, size
 
 
-@njit(nogil=True, cache=True)
+@loop
 def to_magnitudes(distances, count, signs):
     """Write a plane of the signs of int32 distances, and turn them into m = |distance| - 1."""
     distance, word, whole = _at(distances, _I32), _at(signs, _U64), count & -64
@@ -307,7 +308,7 @@ def to_magnitudes(distances, count, signs):
         distance[i] = np.int32(abs(distance[i]) - 1)
 
 
-@njit(nogil=True, cache=True)
+@loop
 def find_far(magnitudes, count, bound, plane, far):
     """Write a plane of which magnitudes are at least `bound`, and the positions of these."""
     magnitude, word, place, whole = _at(magnitudes, _I32), _at(plane, _U64), _at(far, _I32), count & -64
@@ -326,7 +327,7 @@ def find_far(magnitudes, count, bound, plane, far):
             found += 1
 
 
-@njit(nogil=True, cache=True)
+@loop
 def encode_far(magnitudes, signs, far, count, shift, width, further, rests, escapes, end):
     """Write, for the distances that are far: which are further, and a byte for each of those; 0 if the distance itself follows.
 
@@ -358,7 +359,7 @@ def encode_far(magnitudes, signs, far, count, shift, width, further, rests, esca
         rest[i] = _U8
 
 
-@njit(nogil=True, cache=True)
+@loop
 def to_distances(magnitudes, count, signs):
     """Turn int32 magnitudes, which have room for a multiple of 64, into distances."""
     word = _at(signs, _U64)
@@ -366,7 +367,7 @@ def to_distances(magnitudes, count, signs):
         _to_distances(magnitudes + 256 * block, word[block])
 
 
-@njit(nogil=True, cache=True)
+@loop
 def decode_far(distances, signs, far, count, shift, width, further, rests, escapes, n_further, n_escapes):
     """Move the distances that are far by what is written of them. Return False, and leave them, if the numbers do not agree."""
     distance, sign, place = _at(distances, _I32), _at(signs, _U64), _at(far, _I32)
@@ -403,7 +404,7 @@ def decode_far(distances, signs, far, count, shift, width, further, rests, escap
     return True
 
 
-@njit(nogil=True, cache=True)
+@loop
 def encode_ulp8(distances, count, width, stream):
     """Write an int8 for each int32 distance, -128 for those that do not fit, which follow in `width` bytes each."""
     distance, near, escape = _at(distances, _I32), _at(stream, _U8), _at(stream + padded(count), _U8)
@@ -419,7 +420,7 @@ def encode_ulp8(distances, count, width, stream):
                 found += 1
 
 
-@njit(nogil=True, cache=True)
+@loop
 def decode_ulp8(stream, count, width, escapes, distances):
     """Read int32 distances. Return False if there are not `escapes` that follow."""
     distance, near, escape = _at(distances, _I32), _at(stream, _U8), _at(stream + padded(count), _U8)
@@ -441,7 +442,7 @@ def decode_ulp8(stream, count, width, escapes, distances):
     return True
 
 
-@njit(nogil=True, cache=True)
+@loop
 def _all_below(position, begin, end, length):
     """Return whether int32 positions [begin, end) of an array are all within [0, length)."""
     most = np.uint32(min(length, np.int64(1) << 31))
@@ -451,7 +452,7 @@ def _all_below(position, begin, end, length):
     return outside == 0
 
 
-@njit(nogil=True, cache=True)
+@loop
 def distances(sample, array, length, positions, bits, count, out, shift, shifted):
     """Write how far each bit pattern is, in the order, from the one at its position of an array, as int32.
 
@@ -474,7 +475,7 @@ def distances(sample, array, length, positions, bits, count, out, shift, shifted
     return count
 
 
-@njit(nogil=True, cache=True)
+@loop
 def put_add(sample, array, length, positions, distances, count):
     """Move the bits at positions of one array. Return how many were moved: fewer than `count` if a later position is out of range."""
     element, position, distance, some = _at(array, sample), _at(positions, _I32), _at(distances, sample), _at(stack(), sample)
@@ -491,7 +492,7 @@ def put_add(sample, array, length, positions, distances, count):
     return count
 
 
-@njit(nogil=True, cache=True)
+@loop
 def scatter_add(sample, width, table, positions, distances, count, touched, out):
     """Move the bits at int64 positions of the tensors of a table, and mark the tensors.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dte_dist.kernels import Flat, loops, torch_ops
-from dte_dist.kernels.table import Table
+from dte_dist.kernels.table import PLAIN, Table
 
 __all__ = [
     "COUNTERS", "RANDOM", "SAMPLES", "STREAM", "OneTensor", "address", "bits_table", "bump", "check_all", "check_range", "is_wide", "join",
@@ -70,18 +70,20 @@ def bits_table(flat: Flat) -> Table:
 
 
 def readable(flat: Flat, begin: int, end: int) -> tuple[Table, Tensor | None]:
-    """Return the table with copies of what torch casts in [begin, end), and the memory of the copies, to be kept alive."""
-    if flat.dtypes is None:
-        return flat.table, None
+    """Return the table with copies of what cannot be read in place in [begin, end), and their memory, to be kept alive.
+
+    These are tensors that torch must cast first, and strided ones: torch copies them faster than a loop could look at them.
+    """
+    table = flat.table
+    if flat.dtypes is None and not len(table.shapes):
+        return table, None
     indices, low, high = flat.spans(begin, end)
-    mine = flat.cast[indices]
+    mine = flat.cast[indices] | (table.kinds[indices] > PLAIN)
     if not mine.any():
-        return flat.table, None
+        return table, None
     indices, low, high = indices[mine], low[mine], high[mine]
     bits = torch_ops.gathered(flat, indices, low, high)
-    addresses = flat.table.addresses.copy()
-    addresses[indices] = bits.data_ptr() + flat.width * (np.cumsum(high - low) - high)  # less `low`, where the part begins
-    return flat.table.moved(addresses), bits
+    return table.moved(indices, bits.data_ptr() + flat.width * (np.cumsum(high - low) - high)), bits
 
 
 def join(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:

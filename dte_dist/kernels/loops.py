@@ -6,8 +6,7 @@ Every loop takes memory as int64 addresses, many tensors as that of a `Table`. S
 only what touches elements is compiled anew for each type of `sample`, any scalar of the element's unsigned type.
 Nothing is compiled at import.
 
-A loop runs on one core, without the GIL, and trusts its arguments unless it says otherwise. A tensor that is not contiguous, or that
-is cast as it is read, goes through a few KiB of the stack; all others are read and written where they lie.
+A loop runs on one core, without the GIL, and trusts its arguments unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.kernels.memory import BLOCK, at, column, differing, loop, lowest, move, move_down, part, stack, word
+from dte_dist.kernels.compiled import loop, part
+from dte_dist.kernels.memory import BLOCK, at, column, differing, lowest, move, move_down, stack, word
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAPES, STARTS
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "to_bf16",
 ]  # fmt: skip
 
+_ROWS: Final = 32  # of a transposed matrix that are copied at once
 _ROOM: Final = 2048  # elements of at most 8 bytes that `stack` holds
 _FIRST = np.uint64(0x9E3779B97F4A7C15)
 _SECOND = np.uint64(0xFF51AFD7ED558CCD)
@@ -31,7 +32,6 @@ _THIRD = np.uint64(0xC4CEB9FE1A85EC53)
 _SHIFT = np.uint64(33)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 _U8, _U16, _U32, _I32, _I64 = np.uint8(0), np.uint16(0), np.uint32(0), np.int32(0), np.int64(0)
-_OUTWARD = np.bool_(False)
 _HALF, _LAST, _SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 _SIGNLESS, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint16(0xFFFF)
 
@@ -74,17 +74,29 @@ def element(table, index, place):
 
 @part
 def _copy_strided(sample, width, table, index, place, count, buffer, inward):
-    """Copy `count` elements from `place` on of a tensor that is not contiguous, from `buffer` (inward) or to it."""
+    """Copy `count` elements from `place` on of a tensor that is not contiguous, from `buffer` (inward) or to it.
+
+    Where rows lie side by side, as in a transposed matrix, several are copied at once: else each element would cost a line of the cache.
+    """
     shape = _shape(table, index)
-    size, step = shape[2 * shape[0] - 1], shape[2 * shape[0]]
+    size, step, outer = shape[2 * shape[0] - 1], shape[2 * shape[0]], 2 * shape[0] - 3
+    beside = shape[0] > 1 and shape[outer + 1] == width
     while count > 0:
-        here, live = min(count, size - place % size), element(table, index, place)
-        for i in range(here):
-            if inward:
-                at(live + i * step, sample)[0] = at(buffer, sample)[i]
-            else:
-                at(buffer, sample)[i] = at(live + i * step, sample)[0]
-        place, count, buffer = place + here, count - here, buffer + here * width
+        row, column = place // size, place % size
+        here, rows, live = min(count, size - column), 1, element(table, index, place)
+        if beside and here == size:
+            rows = min(count // size, _ROWS, shape[outer] - row % shape[outer])
+        if step == width:
+            move(live if inward else buffer, buffer if inward else live, here * width)
+        else:
+            for i in range(here):
+                for j in range(rows):
+                    one, other = at(live + i * step + j * width, sample), at(buffer + (i + j * size) * width, sample)
+                    if inward:
+                        one[0] = other[0]
+                    else:
+                        other[0] = one[0]
+        place, count, buffer = place + here * rows, count - here * rows, buffer + here * rows * width
 
 
 @loop
@@ -95,15 +107,6 @@ def to_bf16(live, count, buffer):
         bits = single[i]
         rounded = (bits + (_HALF + (bits >> _SIXTEEN & _LAST))) >> _SIXTEEN
         half[i] = _NAN if bits & _SIGNLESS > _INFINITY else np.uint16(rounded)
-
-
-@part
-def _load(sample, width, table, index, place, count, buffer):
-    """Copy `count` elements from `place` on of a tensor that is not plain to `buffer`."""
-    if column(table, KINDS)[index] == ROUNDED:
-        to_bf16(column(table, ADDRESSES)[index] + 4 * place, count, buffer)
-    else:
-        _copy_strided(sample, width, table, index, place, count, buffer, _OUTWARD)
 
 
 @part
@@ -151,7 +154,7 @@ def _diff_run(sample, width, live, known, length, base, positions, bits):
 
 @loop
 def diff(sample, width, table, begin, end, base, known, positions, bits):
-    """Compare elements [begin, end) of a table with `known`; positions count from `base`. Return how many differ."""
+    """Compare elements [begin, end) of a table, none of them strided, with `known`; positions count from `base`. Return how many differ."""
     starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
     found, now, index, room = 0, begin, find(table, _I64, begin), stack()
     while now < end:
@@ -159,9 +162,9 @@ def diff(sample, width, table, begin, end, base, known, positions, bits):
         while now < stop:
             place, here = now - starts[index], stop - now
             live = addresses[index] + place * width
-            if kinds[index] != PLAIN:
+            if kinds[index] == ROUNDED:
                 here, live = min(here, _ROOM), room
-                _load(sample, width, table, index, place, here, live)
+                to_bf16(addresses[index] + 4 * place, here, live)
             then = known + (now - begin) * width
             found += _diff_run(sample, width, live, then, here, now - base, positions + 4 * found, bits + width * found)
             now += here
@@ -209,20 +212,25 @@ def scatter(sample, width, table, positions, wide, bits, count, touched):
     """
     starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
     narrow_position, wide_position, bit, total = at(positions, _I32), at(positions, _I64), at(bits, sample), starts[at(table, _I64)[COUNT]]
-    index = low = high = live = np.int64(0)
-    for i in range(count):
+    index = i = np.int64(0)
+    while i < count:
         now = wide_position[i] if wide else np.int64(narrow_position[i])
-        if now < low or now >= high:
-            if now < 0 or now >= total:
-                return i
-            index = find(table, index, now)
-            low, high, live = starts[index], starts[index + 1], addresses[index]
-            mark[index] = 1
+        if now < 0 or now >= total:
+            break
+        index = find(table, index, now)
+        low, high, live = starts[index], starts[index + 1], addresses[index]
+        mark[index] = 1
         if kinds[index] == PLAIN:
-            at(live + (now - low) * width, sample)[0] = bit[i]
+            while low <= now < high:
+                at(live + (now - low) * width, sample)[0] = bit[i]
+                i += 1
+                if i == count:
+                    break
+                now = wide_position[i] if wide else np.int64(narrow_position[i])
         else:
             at(element(table, index, now - low), sample)[0] = bit[i]
-    return count
+            i += 1
+    return i
 
 
 @loop

@@ -9,17 +9,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["BLOCK", "at", "column", "differing", "high_product", "loop", "lowest", "move", "move_down", "ones", "part", "stack", "word"]
-
-loop = njit(nogil=True, cache=True, error_model="numpy")
-"""Makes a loop that Python calls."""
-
-part = njit(nogil=True, cache=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Makes a part of loops, which Python does not call: a little less to compile."""
+__all__ = ["BLOCK", "at", "column", "differing", "high_product", "lowest", "move", "move_down", "ones", "stack", "word"]
 
 BLOCK: Final = 64
 """Bytes that `differing` compares: two AVX2 registers or one of AVX-512, and at most 64 elements, one bit each."""

@@ -14,8 +14,9 @@ from typing import Final
 
 import numpy as np
 
+from dte_dist.kernels.compiled import loop, part
 from dte_dist.kernels.loops import copy
-from dte_dist.kernels.memory import at, column, high_product, loop, move, part, stack
+from dte_dist.kernels.memory import at, column, high_product, move, stack
 
 __all__ = ["place", "translate"]
 

@@ -80,9 +80,12 @@ class Table:
         self._columns = np.append(addresses_of(self.starts, addresses, self.kinds, self.shapes), len(addresses))
         self.address = int(self._columns.ctypes.data)
 
-    def moved(self, addresses: np.ndarray) -> Table:
-        """Return the same table with tensors elsewhere."""
+    def moved(self, indices: np.ndarray, addresses: np.ndarray) -> Table:
+        """Return the same table, but for some tensors that are plain and lie elsewhere."""
         table = Table.__new__(Table)
-        table.starts, table.kinds, table.shapes = self.starts, self.kinds, self.shapes
-        table._point(addresses)
+        table.starts, table.shapes, table.kinds = self.starts, self.shapes, self.kinds.copy()
+        table.kinds[indices] = PLAIN
+        everywhere = self.addresses.copy()
+        everywhere[indices] = addresses
+        table._point(everywhere)
         return table

@@ -1,0 +1,54 @@
+"""What is cached of the loops on disk is used again, unless any file of loops has changed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from numba.core import config
+
+from dte_dist.kernels import compiled, loops
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("some_loops", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_cache_of_a_loop_depends_on_all_loops(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cache_dir / "some_loops.py"
+    path.write_text("from dte_dist.kernels.compiled import loop\n\n\n@loop\ndef double(x):\n    return 2 * x\n")
+    hits = []
+    for stamp in ("before", "before", "after", "after"):
+        monkeypatch.setattr(compiled, "_stamp", lambda stamp=stamp: stamp)
+        double = load(path).double
+        assert double(21) == 42
+        hits.append(sum(double.stats.cache_hits.values()))
+    assert hits == [0, 1, 0, 1]
+
+
+def test_the_stamp_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(compiled.__file__).parent
+    for file in folder.glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
+    make = compiled._stamp.__wrapped__
+    first = make()
+    assert first == compiled._stamp() == loops.diff._cache._cache_file._source_stamp
+    for name in ("loops.py", "remap_loops.py", "codec_loops.py", "memory.py", "planes.py", "table.py", "compiled.py"):
+        before = make()
+        with (tmp_path / name).open("a") as file:
+            file.write("\n")
+        assert make() != before
+    assert make() != first
