@@ -84,19 +84,22 @@ Recipe = tuple[str, tuple[int, ...]]
 
 
 def recipes(seed: int, most: int = 9) -> list[Recipe]:
-    """Draw how some tensors lie in memory: whole, misaligned, transposed, sliced, permuted, empty, of no dimension."""
+    """Draw how some tensors lie in memory: whole, misaligned, transposed, sliced, permuted, empty, of no dimension; one is large."""
     pick = random.Random(seed)
     drawn: list[Recipe] = []
-    for _ in range(pick.randint(1, most)):
+    for number in range(pick.randint(1, most)):
         how = pick.choice(("plain", "plain", "offset", "transposed", "sliced", "permuted", "scalar", "empty"))
         a, b, c = (pick.choice((1, 2, 3, 5, 8, 33, pick.randint(1, 200))) for _ in range(3))
+        if number == 0:  # kernels treat tensors of more than 2^16 elements by themselves
+            how, a, b, c = (
+                ("plain", "transposed", "sliced", "permuted", "offset")[seed % 5],
+                pick.randint(1200, 1300),
+                pick.randint(62, 70),
+                6,
+            )
         shapes = {
-            "plain": (a, b),
-            "offset": (a * b + 3,),
-            "transposed": (a, b),
-            "sliced": (a, b + 2),
-            "permuted": (a, b % 9 + 1, c % 7 + 1),
-        }
+            "plain": (a, b), "offset": (a * b + 3,), "transposed": (a, b), "sliced": (a, b + 2), "permuted": (a, b % 9 + 9, c % 7 + 1),
+        }  # fmt: skip
         drawn.append((how, shapes.get(how, (0, a) if how == "empty" else ())))
     return drawn
 
