@@ -32,7 +32,7 @@ _TYPICAL: Final = 0.35
 _SECONDS: Final = {
     I32: 0.9e-9, U16: 1.9e-9, EF: 4.9e-9, BITMAP: 4.0e-9, RAW: 0.6e-9, ULP: 4.0e-9, ULP8: 6.2e-9, PLANES: 8.0e-9,
 }  # fmt: skip
-"""Seconds for each change to write and read it, on one core of an EPYC 7003 at 2.45 GHz; those of distances with taking and adding them."""
+"""Seconds for each change to write and read it, estimated from runs on one core of a busy server; distances are also taken and added."""
 
 _DENSE_SECONDS: Final = {RAW: 0.4e-9, ULP: 2.0e-9, ULP8: 3.0e-9, PLANES: 5.0e-9}
 """Seconds for each element of a segment that is sent whole."""

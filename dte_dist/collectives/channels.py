@@ -37,7 +37,7 @@ from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
 from dte_dist.errors import LayoutMismatch, PeerLost
-from dte_dist.layout import DTYPES, Layout, refuse_overlaps
+from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.space import FlatSpace
@@ -291,7 +291,10 @@ class _Opening:
     def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> ReceiverState:
         rank, model = self.membership.rank, agreement.model
         layout = mine.layout if mine.into is None else mine.into
-        refuse_overlaps([entry.name for entry in layout.manifest.entries], layout.tensors())
+        names, tensors = [entry.name for entry in layout.manifest.entries], layout.tensors()
+        refuse_overlaps(names, tensors)
+        if mine.into is not None and rank in agreement.sources:
+            refuse_shared(names, mine.layout.tensors(), tensors)
         state = ReceiverState(layout, model, rank)
         covers = _digest(model, model.receiver_spaces[rank])
         copy = _copies.setdefault(target, _Copy(state.chain, covers))

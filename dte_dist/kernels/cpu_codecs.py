@@ -25,6 +25,7 @@ __all__ = [
     "subtract", "warm", "widen",
 ]  # fmt: skip
 
+
 def best_low(count: int, length: int) -> tuple[int, int]:
     """Return the number of low bits that makes the stream of `count` positions below `length` smallest, and its bytes.
 

@@ -10,7 +10,7 @@ from dte_dist.layout.layout import Layout
 from dte_dist.layout.local import LocalTensors, one_device
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.names import Rename, Select, canonical_name
-from dte_dist.layout.overlaps import refuse_overlaps
+from dte_dist.layout.overlaps import refuse_overlaps, refuse_shared
 from dte_dist.layout.placement import WHOLE, Coordinates, Entry, MeshSpec, Placement
 from dte_dist.layout.sharding import ShardSpec
 
@@ -36,4 +36,5 @@ __all__ = [
     "cut_block",
     "one_device",
     "refuse_overlaps",
+    "refuse_shared",
 ]

@@ -1,4 +1,4 @@
-"""Memory that two tensors of a receiver share in part: written through one, it would go wrong in the other."""
+"""Memory that is shared: by two tensors of a receiver, or by what a rank trains and what it receives into."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.local import LocalTensors
 
-__all__ = ["refuse_overlaps"]
+__all__ = ["refuse_overlaps", "refuse_shared"]
 
 
 def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -42,6 +42,39 @@ def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
             raise LayoutMismatch(what, slot=names[last], fix=fix)
         if last < 0 or (tensors[index].is_contiguous() and _end(tensors[index]) > _end(tensors[last])):
             last = index
+
+
+def refuse_shared(names: Sequence[str], trained: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    """Refuse memory that one rank both sends and receives: a change would be written onto itself.
+
+    Args:
+        names: of the slots that are received.
+        trained, received: the local tensors of the two modules.
+
+    Raises:
+        LayoutMismatch: names the first slot.
+
+    Example:
+        >>> weight = torch.zeros(4)
+        >>> refuse_shared(["w"], [weight], [weight.clone()])
+    """
+    spans = sorted(_span(tensor) for tensor in trained if tensor.numel())
+    if not spans:
+        return
+    begins, ends = np.array(spans, np.int64).T
+    reach = np.maximum.accumulate(ends)
+    for name, tensor in zip(names, received, strict=True):
+        begin, end = _span(tensor) if tensor.numel() else (0, 0)
+        before = int(np.searchsorted(begins, end)) - 1
+        if before >= 0 and reach[before] > begin:
+            fix = "give into= memory of its own, or leave what is shared out with select=: it is in step already"
+            raise LayoutMismatch("into= shares memory with the module", slot=name, fix=fix)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where the memory of a tensor begins, and where it ends."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _are_apart(tensors: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import DTYPES, WHOLE, Block, Entry, Layout, Manifest, ShardSpec
+from dte_dist.layout import DTYPES, WHOLE, Block, Entry, Layout, Manifest, ShardSpec, refuse_shared
 
 
 class Model(nn.Module):
@@ -285,3 +285,11 @@ def test_a_shard_must_have_the_shape_of_its_placement():
         Layout.from_shards([("w", torch.zeros(2, 2), ShardSpec((3, 2), None, ()))])
     with pytest.raises(LayoutMismatch, match="same name: 'w'"):
         Layout.from_shards([("w", W, ShardSpec((2, 2), None, ()))] * 2)
+
+
+def test_memory_that_is_trained_and_received_at_once_is_refused() -> None:
+    whole = torch.zeros(6, 4)
+    refuse_shared(["a", "b"], [whole[:3], torch.zeros(0)], [whole[3:], torch.zeros(0)])
+    for received in (whole, whole[2:], whole[:, 1], whole.view(-1)[11:12]):
+        with pytest.raises(LayoutMismatch, match=r"into= shares memory with the module.*'w'"):
+            refuse_shared(["v", "w"], [torch.zeros(3), whole[:3]], [torch.zeros(3), received])
