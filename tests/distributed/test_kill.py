@@ -19,7 +19,7 @@ from dte_dist import Layout
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.transport.relay import Relay
 from tests.distributed.launcher import Outcome, Ranks
-from tests.distributed.tools import caught, channel_of, digest, sync
+from tests.distributed.tools import caught, channel_of, digest, parts_of, sync
 
 SHAPE, TENSORS, PATIENCE = (16, 8), 4, 20.0
 STATE: dict[str, Any] = {}
