@@ -45,6 +45,12 @@ class Holding:
         coordinates: this rank's coordinates on the meshes of the manifest.
         wire: on a source, the dtypes to send.
         partial: on a receiver, True if it asks for some of the slots only (`select=`).
+
+    Example:
+        >>> from dte_dist.layout import Layout
+        >>> layout = Layout.from_tensors({"w": torch.zeros(4)})
+        >>> Holding(layout.manifest, layout.coordinates, partial=True).partial
+        True
     """
 
     manifest: Manifest
