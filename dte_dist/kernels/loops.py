@@ -80,7 +80,7 @@ def _copy_strided(sample, width, table, index, place, count, buffer, inward):
     """
     shape = _shape(table, index)
     size, step, outer = shape[2 * shape[0] - 1], shape[2 * shape[0]], 2 * shape[0] - 3
-    beside = shape[0] > 1 and shape[outer + 1] == width
+    beside = step != width and shape[0] > 1 and shape[outer + 1] == width  # a last dimension of one element may have any step
     while count > 0:
         row, column = place // size, place % size
         here, rows, live = min(count, size - column), 1, element(table, index, place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import ModuleType
 
 import numpy as np
@@ -175,6 +176,28 @@ def test_autocast_has_no_say(kernel: ModuleType) -> None:
 
 
 @both
+def random_view(pick: random.Random) -> Tensor:
+    """Return part of a tensor, seen in any order of dimensions, many of them of length one."""
+    shape = [pick.choice((1, 1, 2, 3, 5)) for _ in range(pick.randint(1, 4))]
+    whole = torch.zeros([size + pick.randint(0, 2) for size in shape], dtype=torch.int16)
+    return whole[tuple(slice(0, size) for size in shape)].permute(pick.sample(range(len(shape)), len(shape)))
+
+
+def test_any_strides(kernel: ModuleType) -> None:
+    pick = random.Random(5)
+    for _ in range(300):
+        tensors = [random_view(pick) for _ in range(3)]
+        flat = FlatTensors(tensors, 2)
+        bits = torch.arange(1, len(flat) + 1, dtype=torch.int16)
+        kernel.write(flat, 0, bits)
+        assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]), bits), [(t.shape, t.stride()) for t in tensors]
+        found = torch.zeros_like(bits)
+        kernel.read(flat, 0, found)
+        assert torch.equal(found, bits)
+        kernel.scatter(flat, torch.arange(len(flat)), -bits)
+        assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]), -bits)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_inference_tensors(kernel: ModuleType, inside: bool) -> None:
     """Inference tensors have no version counter; normal ones next to them do, whatever mode the caller is in."""
