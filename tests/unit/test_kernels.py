@@ -175,7 +175,6 @@ def test_autocast_has_no_say(kernel: ModuleType) -> None:
     assert np.array_equal(bits_of(tensors, 1), out.numpy())
 
 
-@both
 def random_view(pick: random.Random) -> Tensor:
     """Return part of a tensor, seen in any order of dimensions, many of them of length one."""
     shape = [pick.choice((1, 1, 2, 3, 5)) for _ in range(pick.randint(1, 4))]
@@ -183,6 +182,7 @@ def random_view(pick: random.Random) -> Tensor:
     return whole[tuple(slice(0, size) for size in shape)].permute(pick.sample(range(len(shape)), len(shape)))
 
 
+@both
 def test_any_strides(kernel: ModuleType) -> None:
     pick = random.Random(5)
     for _ in range(300):
@@ -198,6 +198,7 @@ def test_any_strides(kernel: ModuleType) -> None:
         assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]), -bits)
 
 
+@both
 @pytest.mark.parametrize("inside", [False, True])
 def test_inference_tensors(kernel: ModuleType, inside: bool) -> None:
     """Inference tensors have no version counter; normal ones next to them do, whatever mode the caller is in."""
