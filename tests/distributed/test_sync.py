@@ -584,7 +584,7 @@ def codecs(rank: int, world: int) -> Any:
         if rank == 1 and step == 1:
             weight[SEGMENT : 2 * SEGMENT] = torch.arange(SEGMENT) % 251 + 2
             weight[SEGMENT + 17] = 1  # as before, but sent with the rest of its segment
-        report = sync(layout, src=[0, 1], bucket_bytes=4 * SEGMENT, mode="full" if step == 3 else "delta")
+        report = sync(layout, src=[0, 1], bucket_bytes=4 * SEGMENT, mode="full" if step == 3 else "delta", codec="fast")
         seen.append(((report.kind, report.changed, report.frames), dict(report.codecs)))
     parts: list[Any] = [None] * world
     dist.all_gather_object(parts, weight)
