@@ -30,7 +30,7 @@ _TYPICAL: Final = 0.35
 """Bytes of a distance of training as planes: 2.3 to 4 bits, more where more elements change."""
 
 _SECONDS: Final = {
-    I32: 0.9e-9, U16: 1.9e-9, EF: 4.9e-9, BITMAP: 4.0e-9, RAW: 0.6e-9, ULP: 4.0e-9, ULP8: 6.2e-9, PLANES: 8.0e-9,
+    I32: 0.9e-9, U16: 1.0e-9, EF: 4.9e-9, BITMAP: 4.0e-9, RAW: 0.6e-9, ULP: 4.0e-9, ULP8: 6.2e-9, PLANES: 8.0e-9,
 }  # fmt: skip
 """Seconds for each change to write and read it, estimated from runs on one core of a busy server; distances are also taken and added."""
 
