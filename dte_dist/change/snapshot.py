@@ -1,12 +1,20 @@
 """The bits that receivers are known to hold, and what differs from them now.
 
-A source keeps one array per width for the blocks it contributes, in wire dtype. It is filled by a seed, compared segment by segment
-with the live tensors, and written at changed positions only, and only once every receiver has what was sent.
+A source keeps one array per width for the blocks it contributes, in wire dtype. It is filled by a seed and then compared, range by
+range, with the live tensors. What differs is taken over in the same pass, while it lies in the cache; the bits that were there are
+noted, so that it can be undone until every receiver has what was sent:
+
+1. `advance` finds changes and takes them over, range after range, and gives them out in waves: after reading much memory the code that
+   works on changes is no longer in the cache, so it is not called for each range.
+2. `settle` forgets what was there: the receivers have it.
+3. `undo` puts it back instead: they do not, and the next changes are found from where they stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,10 +23,19 @@ from dte_dist import kernels
 from dte_dist.change.flat import BITS
 from dte_dist.change.live import LiveSpace
 
-__all__ = ["Detector", "Snapshot"]
+__all__ = ["Changed", "Detector", "Snapshot"]
+
+_RANGE: Final = 8
+"""Segments that are compared at once where little changes: each call costs what a few thousand changes do."""
+
+_SPARSE: Final = 16
+"""Little is one change in so many elements."""
+
+_WAVE: Final = 1 << 21
+"""Changes that end a wave."""
 
 Detector = Callable[[Tensor, Tensor], Tensor]
-"""A caller's own search for changes: (live bits, known bits) of one segment, 1-D integer views in wire dtype, to the ascending int32
+"""A caller's own search for changes: (live bits, known bits) of one range, 1-D integer views in wire dtype, to the ascending int32
 or int64 positions of all elements that may differ. It may name too many elements; one it forgets stays stale. It gets copies.
 
 Example:
@@ -28,62 +45,182 @@ Example:
 """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Changed:
+    """What changed in elements [first, first + length) of a space.
+
+    Attributes:
+        first, length: the range.
+        positions: int32, ascending, counted from `first`; None if all elements changed.
+        old, new: the bits before and now, one for each position.
+    """
+
+    first: int
+    length: int
+    positions: Tensor | None
+    old: Tensor
+    new: Tensor
+
+    def __len__(self) -> int:
+        return len(self.new)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """Memory for changes, most of which is never touched."""
+
+    positions: Tensor
+    old: Tensor
+    new: Tensor
+
+    @classmethod
+    def of(cls, count: int, width: int, device: torch.device) -> _Room:
+        return cls(*(kernels.empty(count, dtype, device) for dtype in (torch.int32, BITS[width], BITS[width])))
+
+    def after(self, count: int) -> _Room:
+        """Return what is left of it."""
+        return _Room(self.positions[count:], self.old[count:], self.new[count:])
+
+    def changed(self, first: int, length: int, count: int) -> Changed:
+        """Return the first `count` changes in it as those of a range."""
+        return Changed(first, length, None if count == length else self.positions[:count], self.old[:count], self.new[:count])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Before:
+    """What a range held before it was taken over: at some positions, or everywhere (None)."""
+
+    width: int
+    first: int
+    positions: Tensor | None
+    bits: Tensor
+
+    @classmethod
+    def of(cls, width: int, changed: Changed, snapshot: Snapshot) -> _Before:
+        """Copy what a range held, in as few bytes as that takes."""
+        if changed.positions is None or (4 + width) * len(changed) <= width * changed.length:
+            positions = None if changed.positions is None else changed.positions.clone()
+            return cls(width, changed.first, positions, changed.old.clone())
+        bits = snapshot.bits[width][changed.first : changed.first + changed.length].clone()
+        kernels.on(bits.device).put(bits, changed.positions, changed.old)
+        return cls(width, changed.first, None, bits)
+
+
 class Snapshot:
     """Known bits of one rank's flat spaces.
 
     Args:
         totals: elements of each width.
         device: of the live tensors, where the snapshot lies too.
-        most: most elements of a segment.
+        segment: elements of the smallest ranges to compare.
 
     Attributes:
         bits: by width, the known bits; undefined until the first `refresh`.
+        torn: True if something broke off while bits were taken over or put back: they are then of no version.
     """
 
-    def __init__(self, totals: Mapping[int, int], device: torch.device, most: int) -> None:
-        self.device = device
-        self._kernels = kernels.on(device)
-        self.bits = {width: torch.empty(total, dtype=BITS[width], device=device) for width, total in totals.items()}
-        room = {width: min(total, most) for width, total in totals.items()}
-        self._positions = torch.empty(max(room.values(), default=0), dtype=torch.int32, device=device)
-        self._found = torch.empty(max((width * n for width, n in room.items()), default=0), dtype=torch.uint8, device=device)
+    def __init__(self, totals: Mapping[int, int], device: torch.device, segment: int) -> None:
+        self.bits = {width: kernels.empty(total, BITS[width], device) for width, total in totals.items()}
+        self.torn = False
+        self._segment, self._before = segment, list[_Before]()
+        self.move(device)
 
     def move(self, device: torch.device) -> None:
-        """Move to another device, as the live tensors did."""
+        """Move to another device, as the live tensors did; nothing may wait to be settled."""
         self.device, self._kernels = device, kernels.on(device)
         self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
-        self._positions, self._found = self._positions.to(device), self._found.to(device)
+        self._rooms: dict[int, _Room] = {}
 
-    def changes(self, live: LiveSpace, width: int, first: int, length: int, detector: Detector | None = None) -> tuple[Tensor, Tensor]:
-        """Return the sorted positions (int32, counted from `first`) that differ from the snapshot, and their live bits.
+    def advance(
+        self, live: LiveSpace, width: int, spans: Iterable[tuple[int, int]], detector: Detector | None = None
+    ) -> Iterator[list[Changed]]:
+        """Find what differs in some spans, take it over, and yield it in waves.
 
-        Both are views of buffers that the next call uses again. `detector` is the caller's own search, None compares all.
+        Args:
+            live: the live tensors of a width.
+            width: of elements.
+            spans: (first, length) of ranges to go through, one after the other; what is found in different ones is told apart.
+            detector: the caller's own search; None compares all.
+
+        Yields:
+            What was found, in order; the tensors are views of memory that the next wave uses again.
 
         Raises:
-            ValueError: the caller's detector returned something else than ascending positions of the segment.
+            ValueError: the caller's detector returned something else than ascending positions of a range.
         """
+        if width not in self._rooms:
+            most = min(len(self.bits[width]), _RANGE * self._segment)
+            self._rooms[width] = _Room.of(min(len(self.bits[width]), _WAVE + most), width, self.device)
+        wave, filled, segments = list[Changed](), 0, 1
+        for begin, length in spans:
+            first = begin
+            while first < begin + length:
+                size = min(segments * self._segment, begin + length - first)
+                wave.append(self._take_over(live, width, (first, size), self._rooms[width].after(filled), detector))
+                count, first = len(wave[-1]), first + size
+                filled, segments = filled + count, _RANGE if _SPARSE * count < size else 1
+                if filled >= _WAVE:
+                    yield self._noted(width, wave)
+                    wave, filled = [], 0
+        if wave:
+            yield self._noted(width, wave)
+
+    def _take_over(self, live: LiveSpace, width: int, where: tuple[int, int], room: _Room, detector: Detector | None) -> Changed:
+        """Find what differs in a range and take it over; it has to be noted."""
+        first, length = where
         known = self.bits[width][first : first + length]
-        found = self._found[: length * width].view(BITS[width])
         if detector is None:
-            count = self._kernels.diff(live.flat, first, first + length, known, self._positions, found)
-            return self._positions[:count], found[:count]
-        self._kernels.read(live.flat, first, found)
-        positions = detector(found.clone(), known.clone())
+            self.torn = True
+            count = self._kernels.advance(live.flat, first, first + length, known, room.positions, room.old, room.new)
+            return room.changed(first, length, count)
+        bits = torch.empty_like(known)
+        self._kernels.read(live.flat, first, bits)
+        positions = self._named(bits, known, detector)
+        self.torn = True
+        room.positions[: len(positions)] = positions
+        changed = room.changed(first, length, len(positions))
+        changed.old.copy_(self._kernels.gather(known, positions))
+        changed.new.copy_(self._kernels.gather(bits, positions))
+        self._kernels.put(known, positions, changed.new)
+        return changed
+
+    def _named(self, bits: Tensor, known: Tensor, detector: Detector) -> Tensor:
+        """Return the positions that a caller's detector names."""
+        positions = detector(bits.clone(), known.clone())
         if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"a detector returns int32 or int64 positions in one dimension, got {positions.dtype}{list(positions.shape)}")
-        positions = positions.to(found.device).contiguous()
-        if not self._kernels.sorted_below(positions, length):
-            raise ValueError(f"a detector returns ascending positions within [0, {length})")
-        return positions.to(torch.int32), self._kernels.gather(found, positions)
+        positions = positions.to(known.device).contiguous()
+        if not self._kernels.sorted_below(positions, len(known)):
+            raise ValueError(f"a detector returns ascending positions within [0, {len(known)})")
+        return positions
 
-    def refresh(self, live: LiveSpace, width: int, segments: Iterable[tuple[int, int]]) -> None:
-        """Take over the live bits of whole segments, given as (first, length)."""
-        for first, length in segments:
-            self._kernels.read(live.flat, first, self.bits[width][first : first + length])
+    def _noted(self, width: int, wave: list[Changed]) -> list[Changed]:
+        """Note what the ranges of a wave held before; return what changed in them."""
+        wave = [changed for changed in wave if len(changed)]
+        self._before += [_Before.of(width, changed, self) for changed in wave]
+        self.torn = False
+        return wave
 
-    def write(self, width: int, first: int, positions: Tensor | None, bits: Tensor) -> None:
-        """Take over bits at positions counted from `first`, or of all elements from `first` on if positions is None."""
-        if positions is None:
-            self.bits[width][first : first + len(bits)].copy_(bits)
-        else:
-            self._kernels.put(self.bits[width][first:], positions, bits)
+    def settle(self) -> None:
+        """Let what was taken over be what is known from now on."""
+        self._before.clear()
+
+    def undo(self) -> None:
+        """Put back what was known before the last `settle`."""
+        torn, self.torn = self.torn, True
+        for before in self._before:
+            known = self.bits[before.width][before.first :]
+            if before.positions is None:
+                known[: len(before.bits)].copy_(before.bits)
+            else:
+                self._kernels.put(known, before.positions, before.bits)
+        self.settle()
+        self.torn = torn
+
+    def refresh(self, live: Mapping[int, LiveSpace], ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Take over all live bits, given as ranges (width, first, length) that cover them; this cannot be undone."""
+        self.torn = True
+        self.settle()
+        for width, first, length in ranges:
+            self._kernels.read(live[width].flat, first, self.bits[width][first : first + length])
+        self.torn = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dte_dist.codec.choose import FAST, Chooser
-from dte_dist.codec.frame import FrameWriter, Segment, dense_size, read_frame, read_own
+from dte_dist.codec.frame import FrameWriter, Segment, dense_size, read_frame
 from dte_dist.codec.head import FrameHead, read_head
 
-__all__ = ["FAST", "Chooser", "FrameHead", "FrameWriter", "Segment", "dense_size", "read_frame", "read_head", "read_own"]
+__all__ = ["FAST", "Chooser", "FrameHead", "FrameWriter", "Segment", "dense_size", "read_frame", "read_head"]

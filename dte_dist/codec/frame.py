@@ -10,7 +10,7 @@ where the frame is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +27,7 @@ from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict
 from dte_dist.codec.value import MOST_RELATIVE, NO_TERMS, RAW, VALUE_CODECS, Terms, ValueCodec, Values
 from dte_dist.errors import FrameError
 
-__all__ = ["FrameWriter", "Segment", "dense_size", "read_frame", "read_own"]
+__all__ = ["FrameWriter", "Segment", "dense_size", "read_frame"]
 
 _MOST_ELEMENTS: Final = 1 << 28
 _START_BYTES: Final = 16 << 10
@@ -91,35 +91,39 @@ class FrameWriter:
         self.codecs: Counter[str] = Counter()
 
     def add(
-        self, first: int, length: int, positions: Tensor, values: Tensor,
-        *, relative: bool = False, known: Callable[[], Tensor] | None = None,
+        self, first: int, length: int, positions: Tensor | None, values: Tensor,
+        *, relative: bool = False, whole: Callable[[], Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Add the changes of elements [first, first + length); segments come in ascending order. No changes add nothing.
 
         Args:
             first: position of the segment in the source's flat space.
             length: elements of the segment, at most 2^28.
-            positions: int32, strictly increasing in [0, length).
+            positions: int32, strictly increasing in [0, length); None if there is a value for each element.
             values: one per position: bits of the head's width, or, if `relative`, int32 distances, which may be overwritten.
             relative: they are distances.
-            known: returns a new tensor of the bits that all elements had before; without it the segment is not sent whole.
+            whole: returns the bits that all elements have now, which must stay as they are until `finish`; without it a segment of which
+                only a part changed is not sent whole.
 
         Raises:
             ValueError: the segment is not in the chunk, not behind the last one, or its arrays do not fit.
         """
-        count = positions.numel()
+        count = values.numel()
         if not count:
             return
         self._check(first, length, values.dtype, torch.int32 if relative else BITS[self._head.width])
-        if not count == values.numel() <= length:
-            raise ValueError(f"{count} positions and {values.numel()} values in a segment of {length} elements")
+        if not (length if positions is None else positions.numel()) == count <= length:
+            raise ValueError(f"positions do not fit {count} values in a segment of {length} elements")
         if relative and (self._head.seed or self._head.width > MOST_RELATIVE):
             raise ValueError("a seed, and elements of 8 bytes, are not written as distances")
         of_changes = Values(values, relative, self._head.width)
-        index, value, whole = self._chooser.choose(count, length, of_changes, whole=known is not None)
-        if whole and known is not None:
-            of_changes = _spread(known, length, positions, of_changes, value.relative)
-        index_stream, low = (None, 0) if index is DENSE else index.encode(positions, length)
+        index, value, entire = self._chooser.choose(count, length, of_changes, whole=whole is not None)
+        if index is DENSE and not value.relative and whole is not None:
+            self._append((first, length, length), (DENSE, RAW), 0, NO_TERMS, None, whole().view(torch.uint8))
+            return
+        if entire and positions is not None:
+            of_changes = _spread(length, positions, of_changes)
+        index_stream, low = (None, 0) if index is DENSE or positions is None else index.encode(positions, length)
         value_stream, terms = value.encode(of_changes)
         self._append((first, length, of_changes.count), (index, value), low, terms, index_stream, value_stream)
 
@@ -147,6 +151,7 @@ class FrameWriter:
         size = HEAD.itemsize + len(table) + sum(stream.numel() for stream in self._streams)
         head = heads.pack_head(self._head, size=size, segments=len(self._entries))
         start = torch.from_numpy(np.concatenate([head, table])).to(self._device, non_blocking=True)
+        out = kernels.empty(size, torch.uint8, self._device) if out is None else out
         frame = torch.cat([start, *self._streams], out=out)
         frame.view(torch.int64)[CHECKSUM_WORD] = kernels.on(self._device).checksum(frame, CHECKSUM_WORD)
         return frame
@@ -174,19 +179,11 @@ class FrameWriter:
                 self._streams.append(self._padding[: -size % 8])
 
 
-def _spread(known: Callable[[], Tensor], length: int, positions: Tensor, values: Values, relative: bool) -> Values:
-    """Return the bits of all elements of a segment, or the distances of all."""
-    if relative:
-        distances = torch.zeros(length, dtype=torch.int32, device=positions.device)
-        distances[positions.to(torch.int64)] = values.values
-        return Values(distances, True, values.width)
-    bits = known()
-    if values.relative:
-        codecs = kernels.codecs_on(bits.device)
-        codecs.put_add(bits, positions, codecs.narrow(values.values, bits.dtype))
-    else:
-        kernels.on(bits.device).put(bits, positions, values.values)
-    return Values(bits, False, values.width)
+def _spread(length: int, positions: Tensor, values: Values) -> Values:
+    """Return the distances of all elements of a segment."""
+    distances = torch.zeros(length, dtype=torch.int32, device=positions.device)
+    distances[positions.to(torch.int64)] = values.values
+    return Values(distances, True, values.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,19 +239,6 @@ def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
         entry = entries[answers.index(False) // 2]
         raise _bad_segment(f"codecs {entry.index.name}, {entry.value.name} at element {entry.first}", "sound streams, positions in order")
     return segments
-
-
-def read_own(frame: Tensor) -> Iterator[tuple[int, Segment]]:
-    """Read a frame that this process has just written: width and segment, one after the other, without proving anything.
-
-    Args:
-        frame: as `FrameWriter.finish` returned it.
-    """
-    start = frame[:_START_BYTES].cpu().numpy()
-    row = heads.unpack_head(start, frame.numel())
-    head = heads.head_of(row)
-    for entry in _read_table(frame, start, row["segments"], head):
-        yield head.width, _decode(frame, entry, BITS[head.width])[0]
 
 
 def _check_sum(frame: Tensor, claimed: int) -> None:

@@ -109,7 +109,7 @@ class Route(ABC):
 
     @abstractmethod
     def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
-        """Take all frames of a source, in order; what is not for this rank's receiver is left out."""
+        """Take all frames of a source, in order; what is not for this rank's receiver is left out. They must stay as they are."""
 
     @abstractmethod
     def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
@@ -167,7 +167,7 @@ class RelayRoute(Route):
         def take(parcel: Parcel, frame: Tensor) -> None:
             self._take(step, parcel.source, parcel.chunk, frame)
 
-        self._relay.move(sizes, frames, targets, take, phases)
+        self._relay.move(sizes, frames, targets, take, phases, keep=not step.is_seed)
 
     def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):
@@ -249,7 +249,7 @@ class P2PRoute(Route):
         def take(source: int, number: int, frame: Tensor) -> None:
             self._take(step, source, number, frame)
 
-        self._exchange.move(outgoing, incoming, targets, take, phases)
+        self._exchange.move(outgoing, incoming, targets, take, phases, keep=not step.is_seed)
 
     def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):

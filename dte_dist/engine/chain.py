@@ -62,9 +62,14 @@ class Step:
     base: int
     version: int
 
+    @property
+    def is_seed(self) -> bool:
+        """Whether the frames hold everything."""
+        return self.base == NONE
+
     def head(self, source: int, chunks: int, chunk: Chunk) -> FrameHead:
         """Return what the frame of one of the `chunks` chunks of a source says of itself."""
         return FrameHead(
             schema=self.schema, stream=self.stream, base=self.base, version=self.version, source=source, number=chunk.number,
-            count=chunks, width=chunk.width, first=chunk.first, length=chunk.length, seed=self.base == NONE,
+            count=chunks, width=chunk.width, first=chunk.first, length=chunk.length, seed=self.is_seed,
         )  # fmt: skip

@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-import torch
-from torch import Tensor
-
-from dte_dist import kernels
-from dte_dist.codec import Chooser, FrameWriter
-
-__all__ = ["Joiner", "join_alike"]
+__all__ = ["join_alike"]
 
 _MOST: Final = 1 << 16
 """Changes that are worth a segment of their own: the work on them stays within a core's cache."""
@@ -58,64 +52,3 @@ def join_alike(segments: Iterable[tuple[int, int]], counts: Iterable[int]) -> It
         end, total, parts = start + length, total + count, parts + 1
     if parts:
         yield first, end - first, total
-
-
-class Joiner:
-    """Adds segments to a writer, which may change from one to the next; it is to be flushed before.
-
-    Args:
-        chooser: says whether the writer gets bits or distances.
-        device: of positions and bits.
-    """
-
-    def __init__(self, chooser: Chooser, device: torch.device) -> None:
-        self._chooser, self._device = chooser, device
-        self._positions = torch.empty(0, dtype=torch.int32, device=device)
-        self._values = self._positions
-        self._first = self._end = self._total = self._parts = 0
-
-    def add(self, writer: FrameWriter, known: Tensor, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
-        """Add the changes of elements [first, first + length).
-
-        Args:
-            writer: of the chunk.
-            known: the known bits of the whole space.
-            found: int32 positions counted from `first`, and bits; they are copied.
-        """
-        positions, bits = found
-        count, segment = positions.numel(), known[first : first + length]
-        if self._parts and not (first + length - self._first <= _LONGEST and is_alike(self._total, self._parts, count)):
-            self.flush(writer, known)
-        relative = self._chooser.relative(bits.element_size())
-        if not count:
-            return
-        if 2 * count > _MOST:
-            self.flush(writer, known)
-            values = kernels.codecs_on(self._device).distances(segment, positions, bits) if relative else bits
-            writer.add(first, length, positions, values, relative=relative, known=segment.clone)
-            return
-        self._make_room(torch.int32 if relative else bits.dtype)
-        if not self._parts:
-            self._first = first
-        here, shift = slice(self._total, self._total + count), first - self._first
-        if relative:
-            shifted = shift, self._positions[here]
-            kernels.codecs_on(self._device).distances(segment, positions, bits, self._values[here], shifted=shifted)
-        else:
-            torch.add(positions, shift, out=self._positions[here])
-            self._values[here] = bits
-        self._end, self._total, self._parts = first + length, self._total + count, self._parts + 1
-
-    def flush(self, writer: FrameWriter, known: Tensor) -> None:
-        """Give the writer what has been joined so far."""
-        if self._parts:
-            positions, values, length = self._positions[: self._total], self._values[: self._total], self._end - self._first
-            relative = self._chooser.relative(known.element_size())
-            writer.add(self._first, length, positions, values, relative=relative, known=known[self._first : self._end].clone)
-        self._total = self._parts = 0
-
-    def _make_room(self, dtype: torch.dtype) -> None:
-        if not self._positions.numel():
-            self._positions = torch.empty(_MOST, dtype=torch.int32, device=self._device)
-        if self._values.dtype != dtype or not self._values.numel():
-            self._values = torch.empty(_MOST, dtype=dtype, device=self._device)

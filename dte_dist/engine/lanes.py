@@ -2,11 +2,13 @@
 
 A lane is one stream of frames that some receivers get. Every frame covers one chunk of the lane's space.
 
-* `RelayLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the changes are found, and the
-  changes are read back from them at commit. Neighbouring segments of like density are written as one (`engine.joined`).
+* `RelayLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the changes are found.
 * `PairLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver have in common
   (`plan.pairs`). Changes are translated into every lane; their frames are made when all are known. A lane for receivers that hold
   all that the source has needs no translation: its frames are made as on the broadcast route.
+
+Neighbouring segments of like density are written as one (`engine.joined`). By the time that a change is written, the snapshot has
+taken it over: so a segment that is sent whole is what the snapshot holds.
 
 The order of frames is that of lanes, then chunks: it is the order of the sizes in a control row.
 """
@@ -19,23 +21,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.snapshot import Snapshot
-from dte_dist.codec import FAST, Chooser, FrameWriter, Segment, read_own
+from dte_dist.change.snapshot import Changed, Snapshot
+from dte_dist.codec import FAST, Chooser, FrameWriter
 from dte_dist.engine.chain import Step
-from dte_dist.engine.joined import Joiner, join_alike
+from dte_dist.engine.joined import join_alike
 from dte_dist.plan.remap import Remap
 from dte_dist.plan.schedule import Chunk
 
-__all__ = ["Change", "Lanes", "Outbox", "PairLane", "PairLanes", "RelayLanes", "step_of_lane"]
-
-Change = tuple[int, Segment]
-"""Width, and what changed in a segment of the source's own space."""
+__all__ = ["Lanes", "Outbox", "PairLane", "PairLanes", "RelayLanes", "step_of_lane"]
 
 _LANE = 0x9E3779B97F4A7C15
 
@@ -56,22 +56,12 @@ class Outbox(ABC):
         self.codecs: Counter[str] = Counter()
 
     @abstractmethod
-    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
-        """Add the changes of one segment of a chunk of the source's own space.
-
-        Args:
-            chunk: the chunk that the segment is in.
-            first, length: the segment.
-            found: positions counted from `first`, and bits; they are copied.
-        """
+    def add(self, width: int, changed: Changed) -> None:
+        """Add what changed in some segments of one chunk of the source's own space, in order; it is copied."""
 
     @abstractmethod
     def close(self) -> list[Tensor]:
         """Return the frames by lane and chunk; empty where nothing changed. Nothing is added any more."""
-
-    @abstractmethod
-    def changes(self) -> Iterator[Change]:
-        """Yield everything that was added; after `close`."""
 
 
 class Lanes(ABC):
@@ -117,39 +107,44 @@ class RelayLanes(Lanes):
 class _RelayOutbox(Outbox):
     def __init__(self, source: int, chunks: Sequence[Chunk], step: Step, known: Snapshot, chooser: Chooser) -> None:
         super().__init__()
-        self._heads = [step.head(source, len(chunks), chunk) for chunk in chunks]
+        self._source, self._chunks, self._step = source, chunks, step
         self._known, self._chooser = known, chooser
-        self._joiner = Joiner(chooser, known.device)
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
-    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
-        self._joiner.add(self._writer_of(chunk.number), self._known.bits[chunk.width], first, length, found)
+    def add(self, width: int, changed: Changed) -> None:
+        chunk, known = self._reach(width, changed.first), self._known.bits[width]
+        relative = self._chooser.relative(width)
+        values = kernels.codecs_on(known.device).distances(changed.old, changed.new) if relative else changed.new
+        (cuts,) = _cut([_segments_of(chunk, changed)], changed.positions, changed.first)
+        writer = self._writer = self._writer or self._next()
+        for cut in cuts:
+            positions = None if changed.positions is None else changed.positions[cut.here] - (cut.first - changed.first)
+            whole = partial(_part, known, cut.first, cut.length)
+            writer.add(cut.first, cut.length, positions, values[cut.here], relative=relative, whole=whole)
 
-    def _writer_of(self, number: int) -> FrameWriter:
-        """Return the writer of a chunk; the frames before it are finished, so that one is in the making at a time."""
-        if len(self._frames) < number:
-            self._finish(number)
-        if self._writer is None:
-            self._writer = FrameWriter(self._heads[number], self._known.device, self._chooser)
-        return self._writer
+    def _reach(self, width: int, position: int) -> Chunk:
+        """Return the chunk that holds a position, having finished the frames before it: one frame is in the making at a time."""
+        while True:
+            chunk = self._chunks[len(self._frames)]
+            if chunk.width == width and position < chunk.first + chunk.length:
+                return chunk
+            self._finish()
 
-    def _finish(self, until: int) -> None:
-        while len(self._frames) < until:
-            number = len(self._frames)
-            writer, self._writer = self._writer_of(number), None
-            self._joiner.flush(writer, self._known.bits[self._heads[number].width])
-            self._frames.append(writer.finish())
-            self.codecs.update(writer.codecs)
+    def _next(self) -> FrameWriter:
+        """Return a writer of the next frame."""
+        head = self._step.head(self._source, len(self._chunks), self._chunks[len(self._frames)])
+        return FrameWriter(head, self._known.device, self._chooser)
+
+    def _finish(self) -> None:
+        writer, self._writer = self._writer or self._next(), None
+        self._frames.append(writer.finish())
+        self.codecs.update(writer.codecs)
 
     def close(self) -> list[Tensor]:
-        self._finish(len(self._heads))
+        while len(self._frames) < len(self._chunks):
+            self._finish()
         return self._frames
-
-    def changes(self) -> Iterator[Change]:
-        for frame in self._frames:
-            if len(frame):
-                yield from read_own(frame)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +164,7 @@ class PairLane:
     is_own_space: bool = False
 
     def fetch(self, width: int, first: int, length: int, known: Snapshot) -> Tensor:
-        """Return the known bits of elements [first, first + length) of the lane's space."""
+        """Return the known bits of elements [first, first + length) of the lane's space, as a new tensor."""
         bits = torch.empty(length, dtype=known.bits[width].dtype, device=known.device)
         for remap in self.back[width]:
             kernels.remaps_on(known.device).fetch(remap, first, bits, known.bits[width])
@@ -231,29 +226,24 @@ class _PairOutbox(Outbox):
         self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, chooser
         self._direct = direct
         self._found: dict[tuple[int, int], _Found] = {}
-        self._changes: list[Change] = []
 
-    def add(self, chunk: Chunk, first: int, length: int, found: tuple[Tensor, Tensor]) -> None:
-        positions, bits = found
-        if not len(positions):
-            return
+    def add(self, width: int, changed: Changed) -> None:
         for outbox in self._direct.values():
-            outbox.add(chunk, first, length, found)
-        if not self._direct:
-            self._changes.append((chunk.width, Segment(first, length, positions.clone(), bits.clone())))
+            outbox.add(width, changed)
         if not self._lanes:
             return
-        values = bits
-        if self._chooser.relative(chunk.width):
-            known = self._known.bits[chunk.width][first : first + length]
-            codecs = kernels.codecs_on(known.device)
-            values = codecs.narrow(codecs.distances(known, positions, bits), bits.dtype)
+        positions, values = changed.positions, changed.new
+        if positions is None:
+            positions = torch.arange(changed.length, dtype=torch.int32, device=values.device)
+        if self._chooser.relative(width):
+            codecs = kernels.codecs_on(values.device)
+            values = codecs.narrow(codecs.distances(changed.old, changed.new), values.dtype)
         translate = kernels.remaps_on(positions.device).translate
         for number, lane in self._lanes.items():
-            for remap in lane.into.get(chunk.width, ()):
-                if remap.meets(first, first + length):
-                    into = self._found.setdefault((number, chunk.width), _Found())
-                    held = translate(remap, first, positions, values)
+            for remap in lane.into.get(width, ()):
+                if remap.meets(changed.first, changed.first + changed.length):
+                    into = self._found.setdefault((number, width), _Found())
+                    held = translate(remap, changed.first, positions, values)
                     into.positions.append(held[0])
                     into.values.append(held[1])
 
@@ -278,26 +268,59 @@ class _PairOutbox(Outbox):
             yield from (torch.empty(0, dtype=torch.uint8, device=device) for _ in chunks)
             return
         positions, values = found.sorted()
-        segments = [segment for chunk in chunks for segment in chunk.segments()]
-        starts = torch.tensor([first for first, _ in segments] + [sum(segments[-1])], dtype=torch.int64, device=device)
-        borders = torch.searchsorted(positions, starts).tolist()
-        counts, at = iter(np.diff(borders).tolist()), borders[0]
-        for chunk in chunks:
+        relative = self._chooser.relative(values.element_size())
+        for chunk, cuts in zip(chunks, _cut([list(chunk.segments()) for chunk in chunks], positions, 0), strict=True):
             writer = FrameWriter(step.head(self._source, len(lane.chunks), chunk), device, self._chooser)
-            relative = self._chooser.relative(chunk.width)
-            parts = list(chunk.segments())
-            for first, length, count in join_alike(parts, itertools.islice(counts, len(parts))):
-                here = (positions[at : at + count] - first).to(torch.int32)
-                known = partial(lane.fetch, chunk.width, first, length, self._known)
-                held = values[at : at + count]
+            for cut in cuts:
+                here, held = (positions[cut.here] - cut.first).to(torch.int32), values[cut.here]
                 wide = kernels.codecs_on(device).widen(held) if relative else held
-                writer.add(first, length, here, wide, relative=relative, known=known)
-                at += count
+                whole = partial(lane.fetch, chunk.width, cut.first, cut.length, self._known)
+                writer.add(cut.first, cut.length, here, wide, relative=relative, whole=whole)
             yield writer.finish()
             self.codecs.update(writer.codecs)
 
-    def changes(self) -> Iterator[Change]:
-        yield from next(iter(self._direct.values())).changes() if self._direct else self._changes
+
+class _Cut(NamedTuple):
+    """A segment [first, first + length), and where its changes are among those found."""
+
+    first: int
+    length: int
+    here: slice
+
+
+def _cut(groups: Sequence[Sequence[tuple[int, int]]], positions: Tensor | None, origin: int) -> Iterator[list[_Cut]]:
+    """Cut changes into segments, neighbours of like density joined.
+
+    Args:
+        groups: (first, length) of segments, one after the other without gaps; those of different groups are not joined.
+        positions: of the changes, ascending; None if everything changed.
+        origin: what they count from.
+    """
+    segments = [segment for group in groups for segment in group]
+    if positions is None:
+        counts = [length for _, length in segments]
+    elif len(segments) == 1:
+        counts = [len(positions)]
+    else:
+        starts = [first - origin for first, _ in segments] + [sum(segments[-1]) - origin]
+        borders = torch.searchsorted(positions, torch.tensor(starts, dtype=positions.dtype, device=positions.device))
+        counts = np.diff(borders.tolist()).tolist()
+    left, at = iter(counts), 0
+    for group in groups:
+        cuts: list[_Cut] = []
+        for first, length, count in join_alike(group, itertools.islice(left, len(group))):
+            cuts.append(_Cut(first, length, slice(at, at + count)))
+            at += count
+        yield cuts
+
+
+def _segments_of(chunk: Chunk, changed: Changed) -> list[tuple[int, int]]:
+    """Return the segments of a chunk that lie in a range."""
+    return [(first, length) for first, length in chunk.segments() if 0 <= first - changed.first < changed.length]
+
+
+def _part(bits: Tensor, first: int, length: int) -> Tensor:
+    return bits[first : first + length]
 
 
 def _finish(writer: FrameWriter, out: Tensor, device: torch.device) -> None:

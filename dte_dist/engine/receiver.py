@@ -74,7 +74,10 @@ class ReceiverState:
         }
 
     def take(self, frame: Tensor, expected: FrameHead) -> None:
-        """Check a frame and stage it, or write it into place if it is a seed; never raises, see `error`."""
+        """Check a frame and stage it, or write it into place if it is a seed; never raises, see `error`.
+
+        What is staged are views of the frame, which is to stay as it is until `commit` or `rollback`.
+        """
         if self.error is not None:
             return
         try:

@@ -1,9 +1,9 @@
-"""A source's side of the version chain: what it sends for the next version, and the snapshot that moves only after the vote.
+"""A source's side of the version chain: what it sends for the next version, and the snapshot of what receivers hold.
 
-1. `prepare` looks at the live tensors, once: a delta is found and encoded, or (full) the snapshot takes over all live bits.
-   After that the live tensors may change; nothing below looks at them again.
+1. `prepare` looks at the live tensors, once: a delta is found, taken over into the snapshot and encoded, or (full) the snapshot takes
+   over all live bits. After that the live tensors may change; nothing below looks at them again.
 2. `frames` gives the encoded delta.
-3. `commit` writes the same delta into the snapshot; `rollback` forgets it, and the next delta is a superset.
+3. `commit` settles what the snapshot took over; `rollback` puts back what it held before, and the next delta is a superset.
 4. `seed_frames` gives the snapshot itself, densely: for receivers without a version.
 """
 
@@ -14,11 +14,10 @@ from functools import partial
 
 from torch import Tensor
 
-from dte_dist import kernels
 from dte_dist.change.flat import FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
-from dte_dist.codec import FAST, Chooser, Segment, dense_size
+from dte_dist.codec import FAST, Chooser, dense_size
 from dte_dist.engine.chain import NONE, Chain, Step
 from dte_dist.engine.lanes import Lanes, Outbox, RelayLanes
 from dte_dist.layout import Layout, LocalTensors
@@ -102,20 +101,24 @@ class SourceState:
         # From here on the snapshot is ahead of the receivers: only a full sync may follow.
         self.chain.version = NONE
         with phases("detect"):
-            for chunk in self._schedule.chunks(self._rank):
-                snapshot.refresh(live[chunk.width], chunk.width, chunk.segments())
+            chunks = self._schedule.chunks(self._rank)
+            snapshot.refresh(live, ((chunk.width, first, length) for chunk in chunks for first, length in chunk.segments()))
         self.changed = sum(space.numel for space in self.spaces.values())
 
     def _find(self, live: Mapping[int, LiveSpace], known: Snapshot, outbox: Outbox, phases: Phases, detector: Detector | None) -> None:
-        """Put all changes into an outbox, segment by segment."""
-        for chunk in self._schedule.chunks(self._rank):
-            width = chunk.width
-            for first, length in chunk.segments():
+        """Take over all changes and put them into an outbox, wave by wave."""
+        for width in self.spaces:
+            spans = [(chunk.first, chunk.length) for chunk in self._schedule.chunks(self._rank) if chunk.width == width]
+            waves = known.advance(live[width], width, spans, detector)
+            while True:
                 with phases("detect"):
-                    found = known.changes(live[width], width, first, length, detector)
-                self.changed += len(found[0])
+                    wave = next(waves, None)
+                if wave is None:
+                    break
                 with phases("encode"):
-                    outbox.add(chunk, first, length, found)
+                    for changed in wave:
+                        outbox.add(width, changed)
+                self.changed += sum(map(len, wave))
 
     def frames(self) -> list[Tensor]:
         """Return the encoded delta, in the order of the route's lanes and their chunks; empty where nothing changed."""
@@ -136,22 +139,22 @@ class SourceState:
             out.zero_()
 
     def detach(self) -> None:
-        """Take over the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
+        """Keep the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
         self.chain.version = NONE
-        for width, segment in self._outbox.changes() if self._outbox is not None else ():
-            _write(self._known(), width, segment)
+        self._known().settle()
         self._drop()
 
     def commit(self, version: int, stream: int, *, full: bool) -> None:
-        """Move to `version`: the receivers have what was prepared, and the snapshot takes it over.
-
-        If it breaks off, the snapshot is between two versions, so it has none.
-        """
+        """Move to `version`: the receivers have what was prepared, as the snapshot has."""
         self.detach()
         self.chain.move(version, stream, full=full)
 
     def rollback(self) -> None:
-        """Forget what was prepared; the snapshot is as it was."""
+        """Forget what was prepared, unless it was committed: the snapshot is as it was, or has no version if that cannot be done."""
+        if self.snapshot is not None:
+            self.snapshot.undo()
+            if self.snapshot.torn:
+                self.chain.version = NONE
         self._drop()
         self.error = None
         self.changed, self.codecs = 0, {}
@@ -169,18 +172,6 @@ class SourceState:
             width: LiveSpace(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width])
             for width, space in self.spaces.items()
         }
-
-
-def _write(known: Snapshot, width: int, segment: Segment) -> None:
-    """Take a segment of a delta over into the snapshot."""
-    if not segment.relative:
-        known.write(width, segment.first, segment.positions, segment.values)
-        return
-    codecs, bits = kernels.codecs_on(known.device), known.bits[width][segment.first : segment.first + segment.length]
-    if segment.positions is None:
-        bits.copy_(codecs.add(bits, segment.values))
-    else:
-        codecs.put_add(bits, segment.positions, segment.values)
 
 
 def seed_size(chunk: Chunk) -> int:

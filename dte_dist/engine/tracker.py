@@ -121,7 +121,7 @@ class DeltaTracker:
         return write_payload(version, base, changes, lineage=lineage, base_lineage=base_lineage)
 
     def commit(self) -> None:
-        """Move to the version of the last `diff`, whose payload was sent; the copy is written at changed positions only.
+        """Move to the version of the last `diff`, whose payload was sent.
 
         Raises:
             RuntimeError: there was no `diff`.
@@ -138,6 +138,10 @@ class DeltaTracker:
 
     def rollback(self) -> None:
         """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes."""
+        if self._snapshot is not None:
+            self._snapshot.undo()
+            if self._snapshot.torn:
+                self._chain.version = NONE
         if self._pending is not None:
             self._pending = None
             self._chain.broken_off = True
@@ -147,18 +151,18 @@ class DeltaTracker:
             self._arrange(pending.slots, pending.device)
         if self._snapshot is None:
             raise RuntimeError("a delta has nothing to start from")
-        places = {
-            name: (width, start)
-            for width, space in self._spaces.items()
-            for name, start in zip(space.names, space.starts.tolist(), strict=False)
-        }  # fmt: skip
-        for change in pending.changes:
-            width, start = places[change.name]
-            self._snapshot.write(width, start, change.positions, flat_bits(change.values))
+        if not pending.payload.full:
+            self._snapshot.settle()
+            return
+        values = {change.name: flat_bits(change.values) for change in pending.changes}
+        for width, space in self._spaces.items():
+            for name, start in zip(space.names, space.starts.tolist(), strict=False):
+                self._snapshot.bits[width][start : start + len(values[name])].copy_(values[name])
 
     def _arrange(self, slots: Slots, device: torch.device) -> None:
         """Make room for the bits of these tensors, unless there is."""
-        if self._snapshot is not None and slots == self._slots and device == self._snapshot.device:
+        kept = self._snapshot
+        if kept is not None and not kept.torn and slots == self._slots and device == kept.device:
             return
         self._snapshot = None
         by_width: dict[int, list[str]] = {}
@@ -191,21 +195,20 @@ class DeltaTracker:
 
 
 def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[int, list[tuple[Tensor, Tensor]]]:
-    """Return changed positions and bits by tensor, in order; the space is compared segment by segment, across tensor borders."""
+    """Return changed positions and bits by tensor, in order; the space is compared across tensor borders."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    total = int(space.starts[-1])
-    for first in range(0, total, SEGMENT):
-        length = min(SEGMENT, total - first)
-        positions, bits = known.changes(live, width, first, length)
-        if not len(positions):
-            continue
-        low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, first + length))
-        edges = torch.from_numpy((space.starts[low : high + 1] - first).clip(0, length).astype(np.int32)).to(positions.device)
-        bounds = torch.searchsorted(positions, edges).tolist()
-        for index in np.flatnonzero(np.diff(bounds)).tolist():
-            here = slice(bounds[index], bounds[index + 1])
-            moved = positions[here].to(torch.int64) + (first - int(space.starts[low + index]))
-            found.setdefault(low + index, []).append((moved, bits[here].clone()))
+    for wave in known.advance(live, width, [(0, int(space.starts[-1]))]):
+        for changed in wave:
+            first, positions = changed.first, changed.positions
+            if positions is None:
+                positions = torch.arange(changed.length, dtype=torch.int32, device=known.device)
+            low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, first + changed.length))
+            edges = torch.from_numpy((space.starts[low : high + 1] - first).clip(0, changed.length).astype(np.int32)).to(positions.device)
+            bounds = torch.searchsorted(positions, edges).tolist()
+            for index in np.flatnonzero(np.diff(bounds)).tolist():
+                here = slice(bounds[index], bounds[index + 1])
+                moved = positions[here].to(torch.int64) + (first - int(space.starts[low + index]))
+                found.setdefault(low + index, []).append((moved, changed.new[here].clone()))
     return found
 
 

@@ -5,7 +5,7 @@
 
 | function | does |
 |---|---|
-| `diff(flat, begin, end, known, positions, bits) -> int` | compare elements [begin, end) of `flat` with `known`; write sorted positions (relative to `begin`) and new bits; return how many |
+| `advance(flat, begin, end, known, positions, old, new) -> int` | compare elements [begin, end) of `flat` with `known`, which is brought up to date; write sorted positions (relative to `begin`; not if everything differs) and the bits before and after; return how many |
 | `read(flat, begin, out)` | copy elements [begin, begin + len(out)) of `flat` to `out` |
 | `write(flat, begin, bits)` | copy `bits` to elements [begin, begin + len(bits)) of `flat` |
 | `scatter(flat, positions, bits)` | write each bit pattern to its position in `flat`; positions in any order, each at most once |
@@ -32,25 +32,25 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `encode_ef(positions, length, low) -> stream` | positions below `length`, `low` bits of each as they are |
 | `decode_ef(stream, count, length, low) -> (positions, bool)` | the reverse, and whether the stream is sound |
 | `encode_bitmap(positions, length)`, `decode_bitmap(stream, count, length)` | the same as a bit for each element |
-| `distances(known, positions, bits, out, shifted) -> distances` | from the bits that one contiguous array has there, as int32 |
+| `distances(old, new) -> distances` | how far bits have moved, element by element, as int32 |
 | `measure(distances) -> Classes`, `plan(classes, width, zeros) -> Planes` | how many there are of each size, and how they, and as many distances of 0, are best written as planes; `plan` and `best_low` are the host's, `codecs_on("cpu")` |
 | `encode_planes(classes, width, plan)`, `decode_planes(stream, count, dtype, plan) -> (distances, bool)` | distances as planes of bits |
 | `narrow(distances, dtype)`, `widen(distances)` | int32 distances, which encoders take, to the dtype of bits, and back |
 | `count_ulp8(distances)`, `encode_ulp8(distances, width, others)`, `decode_ulp8(stream, count, dtype, escapes)` | distances as a byte each |
-| `put_add(array, positions, distances)` | move the bits at positions of one contiguous array |
 | `scatter_add(flat, positions, distances)` | the same in a flat space; int64 positions in any order, each at most once |
+| `patch(remap, first, positions, values, flat, relative)` | `translate`, then `scatter` or `scatter_add` |
 | `moved(flat, positions, distances) -> bits` | what `scatter_add` would write |
 | `collect(remap, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
 | `add(bits, distances)`, `subtract(bits, known)` | element by element |
 
-`flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width; `diff` and `read` cast those
+`flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width; `advance` and `read` cast those
 that it says are read as another dtype. Bits are uint8, int16, int32 or int64 by width (`BITS`); positions are int32, and where they
 count in a whole flat space (`scatter`, `put`, `gather`, `sorted_below`) also int64. Arrays are 1-D and contiguous.
 
 The CPU kernels split large work over `torch.get_num_threads()` threads (`kernels.threads`); what they write is what one would write.
 
 The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits for the device, so
-a caller may collect many and ask once. Only its `diff` (to learn the count) and its `scatter` (to learn which tensors
+a caller may collect many and ask once. Only its `advance` (to learn the count) and its `scatter` (to learn which tensors
 are touched, and again if the positions are not ascending) wait themselves, once a call,
 and so does `translate` of `torch_remap`, which `place` and `fetch` go through. Both modules leave every version counter of autograd as an in-place op would.
 """
@@ -74,10 +74,17 @@ from torch import Tensor
 
 from dte_dist.kernels.table import Table
 
-__all__ = ["BITS", "Flat", "Tables", "codecs_on", "on", "remaps_on", "rounds_as_torch", "warm"]
+__all__ = ["BITS", "Flat", "Tables", "codecs_on", "empty", "on", "remaps_on", "rounds_as_torch", "warm"]
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype that bits of one width are looked at through."""
+
+
+_MUCH: Final = 4 << 20
+"""Bytes from which numpy asks for huge pages."""
+
+_PAGE: Final = 2 << 20
+"""Bytes of a huge page."""
 
 
 class Flat(Protocol):
@@ -134,6 +141,24 @@ class Tables(Protocol):
     def tables(self) -> tuple[np.ndarray, ...]: ...
 
 
+def empty(count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Return room for `count` elements, in one dimension.
+
+    Much of it on the CPU comes from numpy, which asks Linux for huge pages, as torch does not: else the first write to each page of
+    4 KiB costs several times what is written.
+
+    Example:
+        >>> empty(3, torch.int32).shape
+        torch.Size([3])
+    """
+    size = count * dtype.itemsize
+    if size < _MUCH or not _is_cpu(device):
+        return torch.empty(count, dtype=dtype, device=device)
+    room = np.empty(size + 2 * _PAGE, np.uint8)  # so that whole pages can begin and end it; what is not touched costs nothing
+    first = -room.ctypes.data % _PAGE
+    return torch.from_numpy(room[first : first + size]).view(dtype)
+
+
 def on(device: torch.device | str) -> ModuleType:
     """Return the module of kernels for tensors of a device.
 
@@ -161,7 +186,7 @@ def _is_cpu(device: torch.device | str) -> bool:
 
 
 def rounds_as_torch() -> bool:
-    """Return whether the CPU loops cast fp32 to bf16 as torch does on this processor; `diff` and `read` do it themselves then."""
+    """Return whether the CPU loops cast fp32 to bf16 as torch does on this processor; `advance` and `read` do it themselves then."""
     return bool(_module("cpu_arrays").rounds_as_torch())
 
 

@@ -443,53 +443,11 @@ def decode_ulp8(stream, count, width, escapes, distances):
 
 
 @loop
-def _all_below(position, begin, end, length):
-    """Return whether int32 positions [begin, end) of an array are all within [0, length)."""
-    most = np.uint32(min(length, np.int64(1) << 31))
-    outside = np.int64(0)
-    for i in range(begin, end):
-        outside += np.uint32(position[i]) >= most
-    return outside == 0
-
-
-@loop
-def distances(sample, array, length, positions, bits, count, out, shift, shifted):
-    """Write how far each bit pattern is, in the order, from the one at its position of an array, as int32.
-
-    If `shifted` is not 0, the positions are written there, moved by `shift`.
-    Return how many were written: fewer than `count` if a later position is out of range.
-    """
-    known, position, bit, distance = _at(array, sample), _at(positions, _I32), _at(bits, sample), _at(out, _I32)
-    some, other = _at(stack(), sample), _at(shifted, _I32)
-    for begin in range(0, count, _SOME):
-        end = min(begin + _SOME, count)
-        if not _all_below(position, begin, end, length):
-            return begin
-        for i in range(begin, end):  # nothing else here: then many loads are on their way at once
-            some[i - begin] = known[position[i]]
-        for i in range(begin, end):
-            distance[i] = _distance(bit[i], some[i - begin])
-        if shifted:
-            for i in range(begin, end):
-                other[i] = np.int32(position[i] + shift)
-    return count
-
-
-@loop
-def put_add(sample, array, length, positions, distances, count):
-    """Move the bits at positions of one array. Return how many were moved: fewer than `count` if a later position is out of range."""
-    element, position, distance, some = _at(array, sample), _at(positions, _I32), _at(distances, sample), _at(stack(), sample)
-    for begin in range(0, count, _SOME):
-        end = min(begin + _SOME, count)
-        if not _all_below(position, begin, end, length):
-            return begin
-        for i in range(begin, end):
-            some[i - begin] = element[position[i]]
-        for i in range(begin, end):
-            some[i - begin] = _moved(some[i - begin], distance[i])
-        for i in range(begin, end):
-            element[position[i]] = some[i - begin]
-    return count
+def distances(sample, old, new, count, out):
+    """Write how far each bit pattern is from an old one, in the order, as int32."""
+    before, after, distance = _at(old, sample), _at(new, sample), _at(out, _I32)
+    for i in range(count):
+        distance[i] = _distance(after[i], before[i])
 
 
 @loop

@@ -20,37 +20,46 @@ from dte_dist.kernels.table import Table
 from dte_dist.kernels.threads import split
 
 __all__ = [
-    "checksum", "decode_u16", "diff", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm", "write",
+    "advance", "checksum", "decode_u16", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm", "write",
 ]  # fmt: skip
 
 _BLOCK: Final = 1 << 16
 
 
-def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bits: Tensor) -> int:  # noqa: PLR0917
-    """Compare elements [begin, end) of `flat` with `known` and return how many differ.
+def advance(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, old: Tensor, new: Tensor) -> int:  # noqa: PLR0917
+    """Compare elements [begin, end) of `flat` with `known`, bring `known` up to date, and return how many differed.
 
     Args:
         flat: the live tensors.
         begin, end: range of the flat array, of fewer than 2^31 elements.
-        known: bits[end - begin] to compare with.
-        positions: int32[>= end - begin], receives the sorted positions that differ, counted from `begin`; what follows them is undefined.
-        bits: [>= end - begin], receives the live bits at these positions.
+        known: bits[end - begin] to compare with, and to write what differs to.
+        positions: int32[>= end - begin], receives the sorted positions that differed, counted from `begin`; if that is all of them,
+            what is in it is undefined, as is what follows them.
+        old, new: [>= end - begin], receive the known and the live bits at these positions.
 
     Example:
-        >>> count = diff(flat, 0, len(flat), known, positions, bits)
-        >>> changes = positions[:count], bits[:count]
+        >>> count = advance(flat, 0, len(flat), known, positions, old, new)
+        >>> changes = positions[:count], new[:count]
     """
     arrays.check_range(flat, begin, end)
     length, width, sample = end - begin, flat.width, SAMPLES[known.dtype]
     then, to = address(known, length, width=width), address(positions, length, torch.int32)
-    into = address(bits, length, known.dtype)
+    before, after = address(old, length, known.dtype), address(new, length, known.dtype)
     table, _alive = arrays.readable(flat, begin, end)
 
     def part(low: int, high: int) -> tuple[int, int]:
-        where = (then + width * low, to + 4 * low, into + width * low)
-        return low, loops.diff(sample, width, table.address, begin + low, begin + high, begin, *where)
+        where = (then + width * low, to + 4 * low, before + width * low, after + width * low)
+        count = loops.advance(sample, width, table.address, begin + low, begin + high, *where)
+        if low:
+            positions[low : low + count] += low
+        return low, count
 
-    return arrays.join(split(part, length, least=arrays.STREAM // width), (to, 4), (into, width))
+    parts = split(part, length, least=arrays.STREAM // width)
+    if len(parts) > 1 and sum(count for _, count in parts) < length:
+        for (low, count), high in zip(parts, [*(low for low, _ in parts[1:]), length], strict=True):
+            if count == high - low:
+                torch.arange(low, high, out=positions[low:high])
+    return arrays.join(parts, (to, 4), (before, width), (after, width))
 
 
 def read(flat: Flat, begin: int, out: Tensor) -> None:
@@ -184,7 +193,7 @@ def warm(widths: Iterable[int]) -> None:
             sorted_below(positions, 4)
             scatter(flat, positions, bits)
             put(bits, positions, gather(bits, positions))
-        diff(flat, 0, 4, bits, torch.zeros(4, dtype=torch.int32, device="cpu"), bits.clone())
+        advance(flat, 0, 4, bits, torch.zeros(4, dtype=torch.int32, device="cpu"), bits.clone(), bits.clone())
         write(flat, 0, bits)
         read(flat, 0, bits)
     positions = torch.arange(4, dtype=torch.int32, device="cpu")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import Flat, Tables, codec_loops, cpu_remap, loops
+from dte_dist.kernels import Flat, Tables, codec_loops, cpu_remap, loops, remap_loops
 from dte_dist.kernels import cpu_arrays as arrays
 from dte_dist.kernels.cpu_arrays import SAMPLES, address
 from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size, padded, words
@@ -21,7 +21,7 @@ from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
 
 __all__ = [
     "add", "best_low", "collect", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances",
-    "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "plan", "put_add", "scatter_add",
+    "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "patch", "plan", "scatter_add",
     "subtract", "warm", "widen",
 ]  # fmt: skip
 
@@ -44,57 +44,55 @@ def plan(classes: Classes, width: int, zeros: int = 0) -> Planes:
     return Planes(*chosen.tolist())
 
 
-def distances(
-    known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None, *, shifted: tuple[int, Tensor] | None = None
-) -> Tensor:
-    """Return how far bits are, in the order of docs/protocol.md, from those that an array has at these positions.
+def distances(old: Tensor, new: Tensor) -> Tensor:
+    """Return how far bits have moved, in the order of docs/protocol.md.
 
     Args:
-        known: bits of 1, 2 or 4 bytes, fewer than 2^31 of them.
-        positions: int32.
-        bits: one bit pattern per position.
-        out: int32, where to write, as large as `bits`; None for a new tensor.
-        shifted: a number, and where to write the positions with that number added.
+        old, new: bits of 1, 2 or 4 bytes, of one length.
 
     Returns:
-        int32 differences modulo the range of the dtype of `bits`.
-
-    Raises:
-        IndexError: a position is outside the array.
+        int32 differences modulo the range of their dtype.
 
     Example:
-        >>> known, bits = torch.tensor([0, 0x3F80], dtype=torch.int16), torch.tensor([0x3F7F], dtype=torch.int16)
-        >>> distances(known, torch.tensor([1], dtype=torch.int32), bits).tolist()
+        >>> distances(torch.tensor([0x3F80], dtype=torch.int16), torch.tensor([0x3F7F], dtype=torch.int16)).tolist()
         [-1]
     """
-    count, sample, width, length = positions.numel(), SAMPLES[bits.dtype], bits.element_size(), known.numel()
-    out = torch.empty(count, dtype=torch.int32, device="cpu") if out is None else out
-    array, at = address(known, 0, bits.dtype), address(positions, dtype=torch.int32)
-    new, into = address(bits, count), address(out, count, torch.int32)
-    shift, also = (shifted[0], address(shifted[1], count, torch.int32)) if shifted is not None else (0, 0)
+    count, sample, width = new.numel(), SAMPLES[new.dtype], new.element_size()
+    out = torch.empty(count, dtype=torch.int32, device="cpu")
+    before, after, into = address(old, count, new.dtype), address(new), out.data_ptr()
 
-    def part(low: int, high: int) -> int:
-        where = (at + 4 * low, new + width * low, high - low, into + 4 * low)
-        return low + codec_loops.distances(sample, array, length, *where, shift, also and also + 4 * low) - high
+    def part(low: int, high: int) -> None:
+        codec_loops.distances(sample, before + width * low, after + width * low, high - low, into + 4 * low)
 
-    arrays.check_all(split(part, count, least=arrays.RANDOM), positions, length)
+    split(part, count, least=arrays.STREAM // 4)
     return out
 
 
-def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
-    """Move the bits at positions (int32, each at most once) of one array of the same dtype by distances.
+def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool) -> None:
+    """Write values to where `flat`, a receiver's space, holds them; those that it does not hold are passed over.
+
+    Args:
+        remap: tables from the space that the positions count in.
+        first: position that they count from.
+        positions: int32, ascending.
+        values: one for each: bits of the width of `flat`; distances to move what is there by if `relative`.
 
     Raises:
-        IndexError: a position is outside the array; some of the others have been moved.
+        IndexError: the tables lead out of `flat`; some of the others have been written.
     """
-    count, sample, width, length = positions.numel(), SAMPLES[array.dtype], array.element_size(), array.numel()
-    there, at, by = address(array), address(positions, dtype=torch.int32), address(distances, count, array.dtype)
+    count, width, sample, touched = len(positions), values.element_size(), SAMPLES[values.dtype], np.zeros(len(flat.tensors), np.bool_)
+    at, by, marks = address(positions, dtype=torch.int32), address(values, count, width=flat.width), touched.ctypes.data
+    tables, there = cpu_remap.tables_at(remap), arrays.bits_table(flat).address
 
-    def part(low: int, high: int) -> int:
-        where = (at + 4 * low, by + width * low, high - low)
-        return low + codec_loops.put_add(sample, there, length, *where) - high
+    def part(low: int, high: int) -> bool:
+        entry = cpu_remap.entry_of(remap, first, positions, low) if high > low else 0
+        where = (at + 4 * low, by + width * low, high - low, there, marks, relative)
+        return remap_loops.patch(sample, width, tables, entry, first, *where)
 
-    arrays.check_all(split(part, count, least=arrays.RANDOM), positions, length)
+    sound = all(split(part, count, least=arrays.RANDOM))
+    arrays.bump(flat, np.flatnonzero(touched))
+    if not sound:
+        raise IndexError(f"a table leads out of the {len(flat)} elements of a flat array")
 
 
 def scatter_add(flat: Flat, positions: Tensor, distances: Tensor) -> None:
@@ -295,5 +293,5 @@ def warm(widths: Iterable[int]) -> None:
     decode_planes(encode_planes(classes, 2, chosen), 3, torch.int16, chosen)
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in set(widths) & {1, 2, 4}):
         bits = torch.zeros(3, dtype=dtype, device="cpu")
-        put_add(bits, few, narrow(distances(bits, few, bits), dtype))
+        distances(bits, bits)
         scatter_add(arrays.OneTensor(bits), few.to(torch.int64), bits.clone())

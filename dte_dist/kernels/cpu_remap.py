@@ -35,10 +35,10 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     out, kept = torch.empty(count, dtype=torch.int64, device="cpu"), torch.empty_like(bits)
     at, old = arrays.address(positions, dtype=torch.int32), arrays.address(bits, count)
     to, new = out.data_ptr(), kept.data_ptr()
-    table = _address(remap)
+    table = tables_at(remap)
 
     def part(low: int, high: int) -> tuple[int, int]:
-        entry = int(np.searchsorted(remap.end, first + int(positions[low]) if high > low else first, side="right"))
+        entry = entry_of(remap, first, positions, low) if high > low else 0
         where = (at + 4 * low, old + width * low, high - low, to + 8 * low, new + width * low)
         return low, remap_loops.translate(sample, width, table, entry, first, *where)
 
@@ -61,7 +61,7 @@ def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:
 def copy(remap: Tables, first: int, bits: Tensor, table: Table, inward: bool) -> np.ndarray:
     """Copy between dense bits and a table; return which tensors were met."""
     width, sample, touched = bits.element_size(), SAMPLES[bits.dtype], np.zeros(len(table.addresses), np.bool_)
-    at, there, marks = _address(remap), bits.data_ptr(), touched.ctypes.data
+    at, there, marks = tables_at(remap), bits.data_ptr(), touched.ctypes.data
 
     def part(low: int, high: int) -> None:
         entry = int(np.searchsorted(remap.end, first + low, side="right"))
@@ -75,7 +75,12 @@ def copy(remap: Tables, first: int, bits: Tensor, table: Table, inward: bool) ->
 _known: Final[WeakKeyDictionary[Tables, np.ndarray]] = WeakKeyDictionary()
 
 
-def _address(remap: Tables) -> int:
+def entry_of(remap: Tables, first: int, positions: Tensor, place: int) -> int:
+    """Return the entry from which the position at a place is to be looked for."""
+    return int(np.searchsorted(remap.end, first + int(positions[place]), side="right"))
+
+
+def tables_at(remap: Tables) -> int:
     """Return where the loops find the arrays of a remap."""
     if remap not in _known:
         _known[remap] = np.append(addresses_of(*remap.tables()), len(remap.end))

@@ -20,7 +20,7 @@ from dte_dist.kernels.memory import BLOCK, at, column, differing, lowest, move, 
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAPES, STARTS
 
 __all__ = [
-    "checksum", "copy", "decode_u16", "diff", "element", "encode_u16", "find", "gather", "join", "put", "scatter", "sorted_below",
+    "advance", "checksum", "copy", "decode_u16", "element", "encode_u16", "find", "gather", "join", "put", "scatter", "sorted_below",
     "to_bf16",
 ]  # fmt: skip
 
@@ -110,53 +110,77 @@ def to_bf16(live, count, buffer):
 
 
 @part
-def _diff_full(sample, width, live, known, low, whole, base, positions, bits):
-    """Compare the blocks of a run from element `low` on, up to the first that does not differ throughout. Return where that is."""
-    a, position, bit, lanes = at(live, sample), at(positions, _I32), at(bits, sample), BLOCK // width
-    full, start = _ALL >> np.uint64(64 - lanes), low
-    while low < whole and differing(live + low * width, known + low * width, sample) == full:
-        for i in range(low, low + lanes):
-            position[i - start] = np.int32(base + i)
-            bit[i - start] = a[i]
-        low += lanes
-    return low
+def _take_run(width, live, known, low, end, first, old, new):
+    """Take over elements [low, end) of a run that all differ; write what they were and are from element `first` of the arrays on."""
+    size, to = (end - low) * width, first * width
+    move(old + to, known + low * width, size)
+    move(new + to, live + low * width, size)
+    move(known + low * width, live + low * width, size)
 
 
 @part
-def _diff_run(sample, width, live, known, length, base, positions, bits):
-    """Compare one contiguous run; positions count from `base`. Return how many differ."""
+def _count_up(positions, first, count, start):
+    """Write start, start + 1, ... to int32 places [first, first + count)."""
+    position = at(positions, _I32)
+    for i in range(count):
+        position[first + i] = np.int32(start + i)
+
+
+@part
+def _advance_run(sample, width, live, known, length, base, begun, out):
+    """Compare one contiguous run and take it over; positions count from `base`. Return how many differ, with the `begun` before.
+
+    `out` are the addresses of positions and bits, for changes from the very first on. Positions are not written for as long as everything
+    has changed: while `begun` is `base`.
+    """
+    positions, old, new = out
     a, b = at(live, sample), at(known, sample)
-    position, bit = at(positions, _I32), at(bits, sample)
+    position, before, after = at(positions, _I32), at(old, sample), at(new, sample)
     lanes = BLOCK // width
-    found, low, whole, full = np.int64(0), np.int64(0), length & -lanes, False
+    found, low, whole, full = begun, np.int64(0), length & -lanes, begun == base
+    every = _ALL >> np.uint64(64 - lanes)
     while low < whole:
         if full:
-            low, start = _diff_full(sample, width, live, known, low, whole, base, positions + 4 * found, bits + width * found), low
+            start, stop = low, min(low + _ROOM, whole)
+            while low < stop and differing(live + low * width, known + low * width, sample) == every:
+                low += lanes
+            _take_run(width, live, known, start, low, found, old, new)
+            if found != base + start:
+                _count_up(positions, found, low - start, base + start)
             found += low - start
-        before, start, stop = found, low, min(low + _ROOM, whole)
+            if low == stop:
+                continue
+            if found == base + low:
+                _count_up(positions, np.int64(0), found, np.int64(0))
+        count, start, stop = found, low, min(low + _ROOM, whole)
         while low < stop:
             mask = differing(live + low * width, known + low * width, sample)
             while mask != _ZERO:
                 i = low + lowest(mask)
-                position[found] = np.int32(base + i)
-                bit[found] = a[i]
+                position[found], before[found], after[found] = np.int32(base + i), b[i], a[i]
+                b[i] = a[i]
                 found += 1
                 mask &= mask - _ONE
             low += lanes
-        full = found - before == low - start
+        full = found - count == low - start
     for i in range(whole, length):
         if a[i] != b[i]:
-            position[found] = np.int32(base + i)
-            bit[found] = a[i]
+            position[found], before[found], after[found] = np.int32(base + i), b[i], a[i]
+            b[i] = a[i]
             found += 1
+        elif found == base + i:
+            _count_up(positions, np.int64(0), found, np.int64(0))
     return found
 
 
 @loop
-def diff(sample, width, table, begin, end, base, known, positions, bits):
-    """Compare elements [begin, end) of a table, none of them strided, with `known`; positions count from `base`. Return how many differ."""
+def advance(sample, width, table, begin, end, known, positions, old, new):
+    """Compare elements [begin, end) of a table, none of them strided, with `known`, and take over what differs.
+
+    Write positions, counted from `begin`, and the bits before and after. Return how many; if that is all, no position is written.
+    """
     starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
-    found, now, index, room = 0, begin, find(table, _I64, begin), stack()
+    found, now, index, room = np.int64(0), begin, find(table, _I64, begin), stack()
     while now < end:
         stop = min(end, starts[index + 1])
         while now < stop:
@@ -166,7 +190,7 @@ def diff(sample, width, table, begin, end, base, known, positions, bits):
                 here, live = min(here, _ROOM), room
                 to_bf16(addresses[index] + 4 * place, here, live)
             then = known + (now - begin) * width
-            found += _diff_run(sample, width, live, then, here, now - base, positions + 4 * found, bits + width * found)
+            found = _advance_run(sample, width, live, then, here, now - begin, found, (positions, old, new))
             now += here
         index += 1
     return found

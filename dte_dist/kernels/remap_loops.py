@@ -14,14 +14,16 @@ from typing import Final
 
 import numpy as np
 
+from dte_dist.kernels.codec_loops import scatter_add
 from dte_dist.kernels.compiled import loop, part
-from dte_dist.kernels.loops import copy
+from dte_dist.kernels.loops import copy, scatter
 from dte_dist.kernels.memory import at, column, high_product, move, stack
 
-__all__ = ["place", "translate"]
+__all__ = ["patch", "place", "translate"]
 
 _BEGIN, _END, _SHIFT, _ORIGIN, _AXIS, _AXES, _EXTENT, _STRIDE, _SEGMENT, _LOW, _HIGH, _TARGET, _ENTRIES = range(13)
 _MOST_AXES: Final = 16
+_SOME: Final = 512  # positions that are worked on together: they and their values fit into `stack`
 _I32, _I64, _U64 = np.int32(0), np.int64(0), np.uint64(0)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -177,11 +179,11 @@ def _shift(sample, width, moved, positions, bits, count, out, kept):
     return count
 
 
-@loop
-def translate(sample, width, remap, entry, first, positions, bits, count, out, kept):
+@part
+def _translate(sample, width, remap, entry, first, positions, bits, count, out, kept):
     """Translate sorted int32 positions, counted from `first`, from entry `entry` on; keep the bits of those that have a home.
 
-    Return how many were kept.
+    Return how many were kept, and an entry from which later positions may go on.
     """
     begin, end, shift = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT)
     origin, axes = column(remap, _ORIGIN), column(remap, _AXES)
@@ -202,8 +204,32 @@ def translate(sample, width, remap, entry, first, positions, bits, count, out, k
             else:
                 found += _in_rectangle(sample, parts, axes[entry], offset, here, old, stop - i, to, new)
         i = stop
-        entry += 1
-    return found
+        if i < count:
+            entry += 1
+    return found, entry
+
+
+@loop
+def translate(sample, width, remap, entry, first, positions, bits, count, out, kept):
+    """Do what `_translate` does. Return how many were kept."""
+    return _translate(sample, width, remap, entry, first, positions, bits, count, out, kept)[0]
+
+
+@loop
+def patch(sample, width, remap, entry, first, positions, values, count, table, touched, relative):
+    """Translate positions and write their bits, or move what is there by distances if `relative`, in the tensors of a table.
+
+    In parts that stay in the first cache. Return whether all positions were within the table.
+    """
+    to, held, missing = stack(), stack() + 8 * _SOME, _I64
+    for begin in range(0, count, _SOME):
+        here, size = (positions + 4 * begin, values + width * begin), min(_SOME, count - begin)
+        found, entry = _translate(sample, width, remap, entry, first, here[0], here[1], size, to, held)
+        if relative:
+            missing += found - scatter_add(sample, width, table, to, held, found, touched, np.int64(0))
+        else:
+            missing += found - scatter(sample, width, table, to, True, held, found, touched)
+    return missing == 0
 
 
 @loop

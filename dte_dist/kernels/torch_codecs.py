@@ -18,7 +18,7 @@ from dte_dist.kernels.planes import CLASSES, FURTHEST, Classes, Planes, ef_size,
 
 __all__ = [
     "add", "collect", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap",
-    "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "put_add", "scatter_add", "subtract", "widen",
+    "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "patch", "scatter_add", "subtract", "widen",
 ]  # fmt: skip
 
 _GATHER: Final = 0x0102040810204080
@@ -42,14 +42,9 @@ def add(bits: Tensor, distances: Tensor) -> Tensor:
     return _ordered(_ordered(bits) + _signed(distances)).view(bits.dtype)
 
 
-def distances(
-    known: Tensor, positions: Tensor, bits: Tensor, out: Tensor | None = None, *, shifted: tuple[int, Tensor] | None = None
-) -> Tensor:
-    """Return, as int32, how far bits are from those that an array has there; a position outside it is an error of the device."""
-    if shifted is not None:
-        torch.add(positions, shifted[0], out=shifted[1])
-    found = _signed(subtract(bits, known.index_select(0, positions))).to(torch.int32)
-    return found if out is None else out.copy_(found)
+def distances(old: Tensor, new: Tensor) -> Tensor:
+    """Return how far bits have moved, as int32."""
+    return _signed(subtract(new, old)).to(torch.int32)
 
 
 def narrow(distances: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,9 +57,10 @@ def widen(distances: Tensor) -> Tensor:
     return _signed(distances).to(torch.int32)
 
 
-def put_add(array: Tensor, positions: Tensor, distances: Tensor) -> None:
-    """Move the bits at positions of one array; a position outside it is an error of the device."""
-    torch_ops.put(array, positions, add(array.index_select(0, positions), distances))
+def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool) -> None:
+    """Write values to where `flat`, a receiver's space, holds them, or move what is there by them. Waits as what it calls."""
+    where = torch_remap.translate(remap, first, positions, values)
+    (scatter_add if relative else torch_ops.scatter)(flat, *where)
 
 
 def scatter_add(flat: Flat, positions: Tensor, distances: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Kernels in plain torch ops, for tensors of any device; the functions are those of `kernels.cpu`, which documents them.
 
 On an accelerator the host must not wait for the device more than it has to. So truth values and checksums stay on the device as
-tensors of no dimension, and nothing here depends on what is in the data, except how many changes `diff` found and
+tensors of no dimension, and nothing here depends on what is in the data, except how many changes `advance` found and
 which tensors a `scatter` touches. Nor does the host work in proportion to the tensors: many are gathered or written by one op, and
 changes to many small tensors go through a copy of them. Only large ones (`_SMALL`) are written one by one.
 """
@@ -19,7 +19,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dte_dist.kernels import BITS, Flat
 
 __all__ = [
-    "checksum", "coordinates", "decode_u16", "diff", "encode_u16", "gather", "gathered", "put", "read", "scatter", "sorted_below", "write",
+    "advance", "checksum", "coordinates", "decode_u16", "encode_u16", "gather", "gathered", "put", "read", "scatter", "sorted_below",
+    "write",
 ]  # fmt: skip
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -38,13 +39,15 @@ _THIRD: Final = 0xC4CEB9FE1A85EC53 - (1 << 64)
 
 
 @torch.no_grad()
-def diff(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, bits: Tensor) -> int:  # noqa: PLR0917
-    """Compare elements [begin, end) of `flat` with `known`; write positions and bits and return how many differ. Waits once."""
+def advance(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, old: Tensor, new: Tensor) -> int:  # noqa: PLR0917
+    """Compare elements [begin, end) of `flat` with `known`, write positions and bits, bring `known` up to date. Waits once."""
     live = _live(flat, begin, end)
     changed = torch.nonzero(live != known).view(-1)
     count = changed.numel()
     positions[:count] = changed
-    bits[:count] = live[changed]
+    torch.index_select(known, 0, changed, out=old[:count])
+    torch.index_select(live, 0, changed, out=new[:count])
+    known.copy_(live)
     return count
 
 

@@ -1,10 +1,11 @@
 """Changes that have arrived and been checked, waiting for the vote; and the tensors they will be written to.
 
-Staging costs memory in proportion to the changes, never to the model. Nothing live is touched before `apply`, which
-writes in place: addresses stay, version counters of autograd move.
+Staging costs memory in proportion to the changes, never to the model: what is staged are the segments as they were read, most of them
+views of the frame that they came in. Nothing live is touched before `apply`, which translates and writes in one pass,
+in place: addresses stay, version counters of autograd move.
 
-Changes that came as distances are staged as distances, and added to the live bits when they are written: what is written then
-lies in the cache because it was read, while reading it now would cost as much again. Whole segments are turned into bits at
+Changes that came as distances are added to the live bits when they are written: what is written then
+lies in the cache because it was read, while reading it before would cost as much again. Whole segments are turned into bits at
 once, for there reading is cheap; and so is what may come to one element twice, since bits may be written twice but distances not
 added twice: a tensor that the sources tie and the receiver does not, and tensors of the receiver that are the same memory.
 """
@@ -68,67 +69,61 @@ class Target:
             codecs.collect(remap, first, bits, self.flat)
         return codecs.add(bits, distances)
 
-    def translate(self, source: int, first: int, positions: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield positions of this space and values, once for every table of the source that has some."""
-        for remap in self.remaps.get(source, ()):
-            held = kernels.remaps_on(positions.device).translate(remap, first, positions, values)
-            if len(held[0]):
-                yield held
-
-    def write(self, changes: Changes) -> None:
-        """Write changes into the tensors."""
+    def patch(self, source: int, segment: Segment) -> None:
+        """Write the changes of a segment of a source's space, not all of its elements, into the tensors."""
         device = self.flat.device
-        scatter = kernels.codecs_on(device).scatter_add if changes.relative else kernels.on(device).scatter
-        scatter(self.flat, changes.positions.to(device), changes.values.to(device))
+        if segment.positions is None:
+            raise ValueError("a whole segment is placed, not patched")
+        positions, values = segment.positions.to(device), segment.values.to(device)
+        for remap in self.remaps.get(source, ()):
+            if remap.meets(segment.first, segment.first + segment.length):
+                kernels.codecs_on(device).patch(remap, segment.first, positions, values, self.flat, relative=segment.relative)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Changes:
-    """Changes of a receiver's flat space.
-
-    Attributes:
-        width: bytes of an element.
-        positions: int64.
-        values: one per position: bits, or distances if `relative`.
-        relative: whether these are distances.
-    """
-
-    width: int
-    positions: Tensor
-    values: Tensor
-    relative: bool
+    def as_bits(self, source: int, segment: Segment) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield positions of this space and bits for the distances of a segment, once for every table of the source that has some."""
+        device = self.flat.device
+        if segment.positions is None:
+            raise ValueError("a whole segment is resolved, not translated")
+        for remap in self.remaps.get(source, ()):
+            where = kernels.remaps_on(device).translate(remap, segment.first, segment.positions.to(device), segment.values.to(device))
+            if len(where[0]):
+                yield where[0], kernels.codecs_on(device).moved(self.flat, *where)
 
 
 @dataclass(slots=True)
 class StagedPatch:
-    """Checked changes of one sync, in positions of the receiver.
+    """Checked changes of one sync.
 
     Attributes:
-        sparse: changes of single elements.
+        sparse: (width, source, segment) of a source's space, not all of whose elements changed.
         dense: (width, source, first position in the source's space, bits).
+        settled: (width, positions in the receiver's space, bits) of what may come to one element twice.
     """
 
-    sparse: list[Changes] = field(default_factory=list)
+    sparse: list[tuple[int, int, Segment]] = field(default_factory=list)
     dense: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
+    settled: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, target: Target, source: int, segment: Segment) -> None:
-        """Stage one segment of a source's space. Its tensors may be views: they are copied."""
+        """Stage one segment of a source's space, whose tensors must stay as they are until `clear`."""
         if not target.holds(source, segment.first, segment.length):
             return
         width, values = target.flat.width, segment.values
         if segment.positions is None:
-            values = target.resolve(source, segment.first, values) if segment.relative else values.clone()
+            values = target.resolve(source, segment.first, values) if segment.relative else values
             self.dense.append((width, source, segment.first, values))
-            return
-        at_once = segment.relative and target.may_repeat(source, segment.first, segment.length)
-        for positions, held in target.translate(source, segment.first, segment.positions, values):
-            changes = Changes(width, positions, held, segment.relative)
-            self.sparse.append(_as_bits(changes, target.flat) if at_once else changes)
+        elif segment.relative and target.may_repeat(source, segment.first, segment.length):
+            self.settled += [(width, *changes) for changes in target.as_bits(source, segment)]
+        else:
+            self.sparse.append((width, source, segment))
 
     def apply(self, targets: Mapping[int, Target]) -> None:
         """Write everything into the live tensors."""
-        for changes in self.sparse:
-            targets[changes.width].write(changes)
+        for width, source, segment in self.sparse:
+            targets[width].patch(source, segment)
+        for width, positions, bits in self.settled:
+            flat = targets[width].flat
+            kernels.on(flat.device).scatter(flat, positions, bits)
         for width, source, first, bits in self.dense:
             targets[width].place(source, first, bits)
 
@@ -136,15 +131,12 @@ class StagedPatch:
         """Forget everything."""
         self.sparse.clear()
         self.dense.clear()
+        self.settled.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by what is staged."""
-        tensors: list[Tensor] = [tensor for changes in self.sparse for tensor in (changes.positions, changes.values)]
-        tensors += [bits for *_, bits in self.dense]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def _as_bits(changes: Changes, flat: FlatTensors) -> Changes:
-    positions, distances = changes.positions.to(flat.device), changes.values.to(flat.device)
-    return Changes(changes.width, positions, kernels.codecs_on(flat.device).moved(flat, positions, distances), False)
+        """Bytes of what is staged; frames, of which most of it is views, count once."""
+        tensors = [bits for *_, bits in self.dense] + [tensor for _, *changes in self.settled for tensor in changes]
+        tensors += [part for *_, segment in self.sparse for part in (segment.positions, segment.values) if part is not None]
+        memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(memory.values())

@@ -1,4 +1,8 @@
-"""Frames on their way, and the two buffers of a pipeline: one fills or travels while the other is worked on."""
+"""Frames on their way, and the buffers they travel in.
+
+What a receiver stages are views of the frames of a delta, so these come in memory of their own. The frames of a seed are written into
+place as they come: two buffers serve for all of them, one of which fills or travels while the other is worked on.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from dte_dist import kernels
 
 __all__ = ["Buffers", "Frame"]
 
@@ -15,6 +21,8 @@ Frame = Tensor | Callable[[Tensor], None]
 
 class Buffers:
     """Two byte buffers that take turns and are kept: a large buffer made anew each time costs page faults, and the memory stays.
+
+    Or, for what is to be kept, a new one each time.
 
     Example:
         >>> buffers = Buffers()
@@ -27,9 +35,11 @@ class Buffers:
     def __init__(self) -> None:
         self._pair = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
-    def get(self, number: int, size: int, device: torch.device) -> Tensor:
-        """Return `size` bytes of buffer `number % 2`; what it held before is lost."""
+    def get(self, number: int, size: int, device: torch.device, *, keep: bool = False) -> Tensor:
+        """Return `size` bytes of buffer `number % 2`, what it held before being lost; or, if they are to be kept, new ones."""
+        if keep:
+            return kernels.empty(size, torch.uint8, device)
         which = number % 2
         if len(self._pair[which]) < size:
-            self._pair[which] = torch.empty(size, dtype=torch.uint8, device=device)
+            self._pair[which] = kernels.empty(size, torch.uint8, device)
         return self._pair[which][:size]

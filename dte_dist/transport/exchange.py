@@ -6,7 +6,8 @@ For one sync, whose frame sizes every rank knows:
    number i + t (modulo the steps): every rank has one partner to send to and one to receive from, whatever the numbers.
    Where there is no such partner, or nothing to say, the step passes without a message, and later steps keep their partners.
 2. Within a step a rank starts to send its n-th frame and to receive the n-th frame of its partner, waits for the latter, starts both
-   with the next ones, and unpacks it meanwhile. At most two sends and two receives are in flight, in two buffers each.
+   with the next ones, and unpacks it meanwhile. At most two sends and two receives are in flight, in two buffers each unless they are
+   kept.
 3. A rank that is source and receiver hands itself its frames; they never touch the network.
 
 Nothing can block in a circle: the rank that is furthest behind waits only for what its partners have started already.
@@ -35,7 +36,7 @@ Sized = tuple[int, Frame]
 """A frame and its bytes."""
 
 TakeFrom = Callable[[int, int, Tensor], None]
-"""What a receiver does with one frame: (source, chunk, frame); the tensor does not outlive the call."""
+"""What a receiver does with one frame: (source, chunk, frame); the tensor stays as it is only if frames are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Exchange:
 
     def move(
         self, outgoing: Mapping[int, Sequence[Sized]], incoming: Mapping[int, Sequence[int]], targets: Sequence[int], take: TakeFrom,
-        phases: Phases,
+        phases: Phases, *, keep: bool = False,
     ) -> None:  # fmt: skip
         """Move the frames of one sync; all sources and all targets must call.
 
@@ -79,21 +80,22 @@ class Exchange:
             targets: the receivers, ascending.
             take: called with each frame on a target; must not raise.
             phases: where the time goes.
+            keep: frames that `take` was called with stay as they are for as long as somebody holds them.
         """
         sending: deque[Pending] = deque()
         for step in range(max(len(self._sources), len(targets))):
             to, source = self._partners(step, targets)
             frames = [(size, frame) for size, frame in outgoing.get(to, ()) if size] if to != self._rank else []
             if source == self._rank:
-                self._hand_over(outgoing[source], take, phases)
+                self._hand_over(outgoing[source], take, phases, keep)
                 source = _NOBODY
             now = _Step(to, frames, source, [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size])
-            going = self._start(now, 0, sending, phases)
+            going = self._start(now, 0, sending, phases, keep)
             for number in range(max(len(frames), len(now.chunks))):
                 frame, pending = going
                 if pending is not None:
                     _wait(pending, phases)
-                going = self._start(now, number + 1, sending, phases)
+                going = self._start(now, number + 1, sending, phases, keep)
                 if frame is not None:
                     with phases("decode"):
                         take(source, now.chunks[number][0], frame)
@@ -112,25 +114,25 @@ class Exchange:
             source = self._sources[place] if place < len(self._sources) else _NOBODY
         return to, source
 
-    def _hand_over(self, frames: Sequence[Sized], take: TakeFrom, phases: Phases) -> None:
+    def _hand_over(self, frames: Sequence[Sized], take: TakeFrom, phases: Phases, keep: bool) -> None:
         """Take this rank's own frames."""
         for chunk, (size, frame) in enumerate(frames):
             if size:
                 with phases("encode"):
-                    made = self._made(self._own, 0, (size, frame))
+                    made = self._made(self._own, 0, (size, frame), keep=keep)
                 with phases("decode"):
                     take(self._rank, chunk, made)
 
-    def _made(self, buffers: Buffers, number: int, sized: Sized) -> Tensor:
+    def _made(self, buffers: Buffers, number: int, sized: Sized, *, keep: bool = False) -> Tensor:
         """Return a frame, written into a buffer if it is only made now."""
         size, frame = sized
         if not callable(frame):
             return frame
-        place = buffers.get(number, size, self._wire.device if self._wire is not None else torch.device("cpu"))
+        place = buffers.get(number, size, self._wire.device if self._wire is not None else torch.device("cpu"), keep=keep)
         frame(place)
         return place
 
-    def _start(self, now: _Step, number: int, sending: deque[Pending], phases: Phases) -> tuple[Tensor | None, Pending | None]:
+    def _start(self, now: _Step, number: int, sending: deque[Pending], phases: Phases, keep: bool) -> tuple[Tensor | None, Pending | None]:
         """Start to send frame `number`, once at most one other is on its way, and to receive the partner's; return the latter."""
         frame: Tensor | None = None
         outgoing = incoming = None
@@ -142,7 +144,7 @@ class Exchange:
             self._sent += 1
             outgoing = made.to(self._reach().device), now.to
         if number < len(now.chunks):
-            frame = self._incoming.get(number, now.chunks[number][1], self._reach().device)
+            frame = self._incoming.get(number, now.chunks[number][1], self._reach().device, keep=keep)
             incoming = frame, now.source
         sent, received = self._reach().swap(outgoing, incoming) if outgoing or incoming else (None, None)
         if sent is not None:
