@@ -13,7 +13,7 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from dte_dist.change.snapshot import Snapshot
 from dte_dist.collectives import running
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.letters import Letters
-from dte_dist.collectives.opening import Agreement, Described, agree, describe, raise_together
+from dte_dist.collectives.opening import Agreement, Described, agree, describe
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
 from dte_dist.collectives.speed import LinkSpeed
@@ -45,6 +45,7 @@ from dte_dist.plan.transfer import Plan
 from dte_dist.transport.exchange import Exchange
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
+from dte_dist.transport.together import Agreed, or_error, raise_if_any
 
 __all__ = ["close", "find_or_open", "is_in_use"]
 
@@ -184,31 +185,19 @@ def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
 def _open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
     membership = Membership.join(group, options.timeout)
     opening = _Opening(membership, [], options)
-    built: Channel | None = None
     channel: Channel | None = None
     try:
-        control = Wire("control", range(membership.size), membership, "gloo")
-        opening.wires.append(control)
-        agreement, mine = _agree(control, lambda: _describe(module, into, options, membership), error)
         try:
-            built = opening.build(agreement, mine, _kept.get(module), module if into is None else into)
-        except PeerLost:
-            raise
-        except Exception as caught:  # told to all ranks in the last row
-            error = caught
-        rows = control.rows(np.array([error is not None, *np.frombuffer(agreement.model.digest(), np.int64)], np.int64))
-        if rows[:, 0].any():
-            raise_together(control, error)
-        _refuse_other_plan(rows[:, 1:])
-        channel = built
-        _kept.pop(module, None)
-    except PeerLost as error:
-        raise PeerLost(LossBoard(membership).agree(str(error))) from error
+            channel = opening.run(module, into, error)
+        except Agreed as agreed:
+            raise agreed.error from agreed.error.__cause__
+        return channel
+    except PeerLost as lost:
+        raise PeerLost(LossBoard(membership).agree(str(lost))) from lost
     finally:
         if channel is None:
             for wire in opening.wires:
                 wire.close()
-    return channel  # type: ignore[return-value]  # raise_together raised where there is none
 
 
 def _describe(module: Model, into: Model | None, options: Options, membership: Membership) -> Described:
@@ -218,15 +207,6 @@ def _describe(module: Model, into: Model | None, options: Options, membership: M
     # Before anyone waits for this rank: where nothing is cached, compiling takes longer than a short timeout.
     kernels.warm({dtype.itemsize for dtype in dtypes})
     return described
-
-
-def _agree(control: Wire, describe_mine: Callable[[], Described], error: Exception | None) -> tuple[Agreement, Described]:
-    mine: Described | None = None
-    try:
-        mine = describe_mine() if error is None else None
-    except Exception as caught:  # told to all ranks in the first row
-        error = caught
-    return agree(control, mine, error), mine  # type: ignore[return-value]  # agree raised where there is none
 
 
 def _refuse_other_plan(digests: np.ndarray) -> None:
@@ -250,6 +230,25 @@ class _Opening:
     membership: Membership
     wires: list[Wire]
     options: Options
+
+    def run(self, module: Model, into: Model | None, error: Exception | None) -> Channel:
+        """Go through the exchanges; `error` is what is wrong with the call, to be raised on all ranks."""
+        control = Wire("control", range(self.membership.size), self.membership, "gloo")
+        self.wires.append(control)
+        mine: Described | None = None
+        if error is None:
+            mine, error = or_error(lambda: _describe(module, into, self.options, self.membership))
+        agreement = agree(control, mine, error)
+        built: Channel | None = None
+        try:
+            built = self.build(agreement, mine, _kept.get(module), module if into is None else into)  # type: ignore[arg-type]  # agree raised
+        except PeerLost:
+            raise
+        except Exception as caught:  # told to all ranks in the last row
+            error = caught
+        _refuse_other_plan(raise_if_any(control, error, np.frombuffer(agreement.model.digest(), np.int64).tolist()))
+        _kept.pop(module, None)
+        return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 
     def build(self, agreement: Agreement, mine: Described, kept: _Kept | None, target: Model) -> Channel:
         """Make the data groups and the states; groups are made in the same order on all ranks."""

@@ -13,20 +13,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from dte_dist.collectives.options import Options, layout_of, wire_types
-from dte_dist.errors import FrameError, LayoutMismatch, from_wire, to_wire
+from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout, Manifest
 from dte_dist.plan.model_map import Holding, ModelMap
 from dte_dist.transport.groups import Wire
+from dte_dist.transport.together import raise_if_any
 
-__all__ = ["Agreement", "Described", "agree", "describe", "raise_together"]
-
-_TEXT_BYTES = 4096
+__all__ = ["Agreement", "Described", "agree", "describe"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,32 +101,19 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
         error: why it failed.
 
     Raises:
-        LayoutMismatch, ValueError: on every rank, with the same text.
+        LayoutMismatch: on every rank, with the same text.
+        Agreed: with the error of the lowest rank that could not describe itself.
+        PeerLost: a rank did not answer.
     """
     data, coordinates = (mine.data, mine.coordinates) if mine is not None else (b"", ())
     digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
-    rows = control.rows(np.array([error is not None, len(data), len(coordinates), *digest], np.int64))
-    if rows[:, 0].any():
-        raise_together(control, error)
+    rows = raise_if_any(control, error, [len(data), len(coordinates), *digest])
     descriptions = _share(control, rows, data)
-    padded = np.zeros(int(rows[:, 2].max()), np.int64)
+    padded = np.zeros(int(rows[:, 1].max()), np.int64)
     padded[: len(coordinates)] = coordinates
     table = control.rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
-    places = [row[:size].tolist() for row, size in zip(table, rows[:, 2], strict=True)]
-    return _plan(descriptions, places, rows[:, 3:].tobytes())
-
-
-def raise_together(control: Wire, error: Exception | None) -> NoReturn:
-    """Raise, on every rank, the error of the lowest rank that has one; all ranks must call, at least one with an error.
-
-    The text says on which ranks it was raised. On these ranks the original error is the cause.
-    """
-    texts = control.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
-    failed = {rank: text for rank, text in enumerate(texts) if text.strip(b"\0")}
-    told = from_wire(failed[min(failed)]) if failed else None
-    if told is None:
-        raise FrameError("a rank said that it failed, but not how", expected="the text of an error", got="nothing", fix="call again")
-    raise type(told)(f"{told} (raised on rank {', '.join(map(str, failed))} of the group)") from error
+    places = [row[:size].tolist() for row, size in zip(table, rows[:, 1], strict=True)]
+    return _plan(descriptions, places, rows[:, 2:].tobytes())
 
 
 def _share(control: Wire, rows: np.ndarray, data: bytes) -> list[_Description]:
@@ -135,9 +121,9 @@ def _share(control: Wire, rows: np.ndarray, data: bytes) -> list[_Description]:
     known: dict[bytes, _Description] = {}
     described = []
     for rank, row in enumerate(rows):
-        key = row[3:].tobytes()
+        key = row[2:].tobytes()
         if key not in known:
-            known[key] = _Description.parse(control.share(rank, data, int(row[1])))
+            known[key] = _Description.parse(control.share(rank, data, int(row[0])))
         described.append(known[key])
     return described
 
