@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist.collectives.agreement import Agreement
 from dte_dist.collectives.letters import Letters
-from dte_dist.collectives.opening import Agreement
 from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
 from dte_dist.collectives.speed import LinkSpeed
 from dte_dist.engine.chain import NONE, Step
