@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
-from dte_dist.collectives.channels import find_or_open, is_in_use
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, Wishes, group_ranks
+from dte_dist.collectives.registry import find_or_open, is_in_use
 from dte_dist.collectives.routes import RouteOption
 from dte_dist.collectives.streams import aside, hold_back, on
 from dte_dist.collectives.sync import Prepared

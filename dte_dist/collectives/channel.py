@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -18,13 +17,14 @@ import torch
 
 from dte_dist.collectives.options import Options, Wishes
 from dte_dist.collectives.routes import Chosen
-from dte_dist.collectives.sync import Agreed, Parts, Prepared, Sync
+from dte_dist.collectives.sync import Parts, Prepared, Sync
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.control import REASONS, ControlRow
-from dte_dist.errors import ChannelClosed, PeerLost
+from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.groups import LossBoard, Wire
+from dte_dist.transport.together import Agreed, end_together, forget_frames
 
 __all__ = ["Abandoned", "Channel"]
 
@@ -109,10 +109,12 @@ class Channel:
         try:
             report = sync.run()
         except Agreed as agreed:
+            if isinstance(agreed.error, PeerLost):  # of something else; but whoever gets one takes the channel for broken
+                raise self._break(agreed.error) from agreed.error
             raise agreed.error from agreed.error.__cause__
         except PeerLost as error:
             if not sync.begun and self._board.left():
-                _forget_frames(error)
+                forget_frames(error)
                 self.drop("another rank closed it")
                 raise Abandoned from error
             raise self._break(error) from error
@@ -157,22 +159,8 @@ class Channel:
         if self.parts.receiver is not None:
             self.parts.receiver.rollback()
 
-    def _break(self, error: BaseException) -> PeerLost:
+    def _break(self, error: BaseException) -> DeltaError:
         """Close the channel and return the error that all survivors raise."""
         if self.parts.source is not None:
             self.parts.source.chain.broken_off = True
-        _forget_frames(error)
-        why = f"{type(error).__name__} in an earlier call: {error}"
-        if isinstance(error, PeerLost):
-            self.drop(why)
-            return PeerLost(self._board.agree(str(error)))
-        told = PeerLost(self._board.agree(f"rank {self.rank} failed: {type(error).__name__}: {error}"))
-        self.drop(why)  # only now: the others are to raise what failed here, not that they lost us
-        return told
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop what an error's frames hold: operations hold connections, and peers would not learn that we left."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+        return end_together(error, self._board, self.drop, rank=self.rank)

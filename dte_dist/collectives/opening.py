@@ -1,228 +1,170 @@
-"""Opening a channel: every rank learns what every other holds, and all come to the same plan or the same error.
+"""How a channel opens: all ranks agree, make the same groups in the same order, and have it together or not at all.
 
-1. Each rank describes its modules and options in bytes. Their digests go round in one row per rank, with the sizes.
-2. Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer cost one message.
-3. The coordinates of each rank on its meshes go round: they tell a rank's block from its neighbour's.
-4. Every rank builds the same `ModelMap` from them and derives everything else. Whoever fails says so in the last row,
-   and then all ranks raise that error. The row also carries a hash of the map: nobody goes on with another plan than the others.
+1.   Describe: what this rank holds and wants; kernels are compiled now, so that nobody waits for it later. An error is kept.
+2. o Agree on who holds what (`collectives.agreement`), or all raise the error of one.
+3. o Build: data groups, which connect, and the states of source and receiver. What an earlier channel of the module left behind is
+     taken up (`collectives.kept`). An error is kept.
+4. o The last row: has every rank built its channel, with the same plan? If not, all raise, and close their groups.
+
+Steps with a ring (o) are exchanges. A rank that does not come is a `PeerLost` with one text, found on the loss board.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from dte_dist.collectives.options import Options, layout_of, wire_types
-from dte_dist.errors import FrameError, LayoutMismatch, from_wire, to_wire
-from dte_dist.layout import Layout, Manifest
-from dte_dist.plan.model_map import Holding, ModelMap
-from dte_dist.transport.groups import Wire
+from dte_dist import kernels
+from dte_dist.collectives import kept
+from dte_dist.collectives.agreement import Agreement, Described, agree, describe
+from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.letters import Letters
+from dte_dist.collectives.options import Options
+from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
+from dte_dist.collectives.speed import LinkSpeed
+from dte_dist.collectives.sync import Parts
+from dte_dist.engine.receiver import ReceiverState
+from dte_dist.engine.source import SourceState
+from dte_dist.errors import LayoutMismatch, PeerLost
+from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
+from dte_dist.plan.schedule import Schedule
+from dte_dist.plan.transfer import Plan
+from dte_dist.transport.exchange import Exchange
+from dte_dist.transport.groups import LossBoard, Membership, Wire
+from dte_dist.transport.relay import Relay
+from dte_dist.transport.together import Agreed, or_error, raise_if_any
 
-__all__ = ["Agreement", "Described", "agree", "describe", "raise_together"]
+__all__ = ["Model", "open_channel"]
 
-_TEXT_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Described:
-    """This rank's own part of an agreement.
-
-    Attributes:
-        layout: of the module.
-        into: of the module to receive into, if there is another.
-        data: the description, equal on ranks that are placed alike.
-        coordinates: of this rank on the meshes of `layout`, then of `into`.
-        devices: of the tensors of `layout`, then of `into`; none where there are no tensors.
-    """
-
-    layout: Layout
-    into: Layout | None
-    data: bytes
-    coordinates: tuple[int, ...]
-    devices: tuple[torch.device, ...]
+Model = torch.nn.Module | Layout
+"""What a channel belongs to."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Agreement:
-    """What all ranks know after opening.
-
-    Attributes:
-        model: slots and flat spaces.
-        sources, receivers: group ranks; the root is the first source.
-        schema: 63-bit hash of the model map; every frame carries it.
-        backend: for the data: "nccl" if the group has it and the tensors of all ranks are on GPUs, else "gloo".
-    """
-
-    model: ModelMap
-    sources: tuple[int, ...]
-    receivers: tuple[int, ...]
-    schema: int
-    backend: str
-
-    @property
-    def root(self) -> int:
-        """The group rank that relays."""
-        return self.sources[0]
-
-
-def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: Options, backends: str) -> Described:
-    """Describe what this rank holds and wants; `backends` are those of the user's group, by device.
-
-    Raises:
-        LayoutMismatch: something is placed in a way that cannot be handled.
-        ValueError: an option makes no sense.
-    """
-    layout = layout_of(module, options)
-    other = None if into is None else layout_of(into, options)
-    devices = tuple(each.read().device for each in (layout, other) if each is not None and each.manifest.entries)
-    head = {
-        "options": options.shared(),
-        "wire": wire_types(options.wire_dtype, layout.manifest),
-        "partial": (layout if other is None else other).is_partial,
-        "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
-    }
-    parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]
-    data = np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
-    coordinates = [number for each in (layout, other) if each is not None for number in _flatten(each)]
-    return Described(layout, other, data, tuple(coordinates), devices)
-
-
-def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agreement:
-    """Exchange descriptions and plan; all ranks of the control group must call.
+def open_channel(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
+    """Open a channel; all ranks of the group must call.
 
     Args:
-        control: the control group of the channel.
-        mine: this rank's description, None if describing failed.
-        error: why it failed.
+        module, group, into, options: of the call.
+        error: what is wrong with the call, to be raised on all ranks.
 
     Raises:
-        LayoutMismatch, ValueError: on every rank, with the same text.
+        LayoutMismatch, ValueError, DeltaError: on every rank, with the same text.
+        PeerLost: a rank did not come.
     """
-    data, coordinates = (mine.data, mine.coordinates) if mine is not None else (b"", ())
-    digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
-    rows = control.rows(np.array([error is not None, len(data), len(coordinates), *digest], np.int64))
-    if rows[:, 0].any():
-        raise_together(control, error)
-    descriptions = _share(control, rows, data)
-    padded = np.zeros(int(rows[:, 2].max()), np.int64)
-    padded[: len(coordinates)] = coordinates
-    table = control.rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
-    places = [row[:size].tolist() for row, size in zip(table, rows[:, 2], strict=True)]
-    return _plan(descriptions, places, rows[:, 3:].tobytes())
+    membership = Membership.join(group, options.timeout)
+    opening = _Opening(membership, [], options)
+    channel: Channel | None = None
+    try:
+        try:
+            channel = opening.run(module, into, error)
+        except Agreed as agreed:
+            raise agreed.error from agreed.error.__cause__
+        return channel
+    except PeerLost as lost:
+        raise PeerLost(LossBoard(membership).agree(str(lost))) from lost
+    finally:
+        if channel is None:
+            for wire in opening.wires:
+                wire.close()
 
 
-def raise_together(control: Wire, error: Exception | None) -> NoReturn:
-    """Raise, on every rank, the error of the lowest rank that has one; all ranks must call, at least one with an error.
+@dataclass(slots=True)
+class _Opening:
+    """A channel in the making.
 
-    The text says on which ranks it was raised. On these ranks the original error is the cause.
+    Attributes:
+        membership: of this rank in the group.
+        wires: the groups made so far, the control group first.
+        options: of the call.
     """
-    texts = control.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
-    failed = {rank: text for rank, text in enumerate(texts) if text.strip(b"\0")}
-    told = from_wire(failed[min(failed)]) if failed else None
-    if told is None:
-        raise FrameError("a rank said that it failed, but not how", expected="the text of an error", got="nothing", fix="call again")
-    raise type(told)(f"{told} (raised on rank {', '.join(map(str, failed))} of the group)") from error
+
+    membership: Membership
+    wires: list[Wire]
+    options: Options
+
+    def run(self, module: Model, into: Model | None, error: Exception | None) -> Channel:
+        """Go through the exchanges; `error` is what is wrong with the call, to be raised on all ranks."""
+        membership = self.membership
+        control = Wire("control", range(membership.size), membership, "gloo")
+        self.wires.append(control)
+        mine: Described | None = None
+        if error is None:
+            mine, error = or_error(lambda: _describe(module, into, self.options, membership.backends))
+        agreement = agree(control, mine, error)
+        built: Channel | None = None
+        try:
+            built = self._build(agreement, mine, module, module if into is None else into)  # type: ignore[arg-type]  # agree raised
+        except PeerLost:
+            raise
+        except Exception as caught:  # told to all ranks in the last row
+            error = caught
+        _refuse_other_plan(raise_if_any(control, error, np.frombuffer(agreement.model.digest(), np.int64).tolist()))
+        kept.drop_source(module)
+        return built  # type: ignore[return-value]  # raise_if_any raised where there is none
+
+    def _build(self, agreement: Agreement, mine: Described, module: Model, target: Model) -> Channel:
+        """Make the data groups and the states; groups are made in the same order on all ranks."""
+        rank, root, model = self.membership.rank, agreement.root, agreement.model
+        totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
+        schedule = Schedule(totals, self.options.bucket_bytes)
+        device = mine.devices[0] if mine.devices else None
+        gather = self._wire("gather", agreement.backend, sorted(agreement.sources), device)
+        stream = self._wire("stream", agreement.backend, sorted({root, *agreement.receivers}), device)
+        everyone = range(self.membership.size)
+        pairs = self.wires[0] if agreement.backend == "gloo" else self._wire("pairs", agreement.backend, everyone, device)
+        source = self._source(agreement, mine, module, schedule) if rank in agreement.sources else None
+        receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
+        kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
+        relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes)
+        exchange = Exchange(pairs, rank=rank, sources=agreement.sources)
+        routes = Routes(
+            lambda: RelayRoute(model, schedule, source, receiver, relay=relay, root=root),
+            lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
+            lambda: Plan.of(model, root),
+        )
+        parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), LinkSpeed())
+        return Channel(self.options, parts, LossBoard(self.membership), self.wires, frozenset(mine.devices))
+
+    def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Wire | None:
+        """Make a data group if it has several members and this rank is one."""
+        if len(members) < 2 or self.membership.rank not in members:
+            return None
+        self.wires.append(Wire(name, members, self.membership, backend, device))
+        return self.wires[-1]
+
+    def _source(self, agreement: Agreement, mine: Described, module: Model, schedule: Schedule) -> SourceState:
+        state = SourceState(mine.layout, agreement.model, self.membership.rank, schedule, agreement.schema)
+        kept.take_up_source(module, state, agreement.model)
+        return state
+
+    def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> ReceiverState:
+        rank, model = self.membership.rank, agreement.model
+        layout = mine.layout if mine.into is None else mine.into
+        names, tensors = [entry.name for entry in layout.manifest.entries], layout.tensors()
+        refuse_overlaps(names, tensors)
+        if mine.into is not None and rank in agreement.sources:
+            refuse_shared(names, mine.layout.tensors(), tensors)
+        state = ReceiverState(layout, model, rank)
+        kept.share_copy(target, state, model, model.receiver_spaces[rank])
+        return state
 
 
-def _share(control: Wire, rows: np.ndarray, data: bytes) -> list[_Description]:
-    """Send each distinct description once and return that of every rank, equal ones as one object."""
-    known: dict[bytes, _Description] = {}
-    described = []
-    for rank, row in enumerate(rows):
-        key = row[3:].tobytes()
-        if key not in known:
-            known[key] = _Description.parse(control.share(rank, data, int(row[1])))
-        described.append(known[key])
+def _describe(module: Model, into: Model | None, options: Options, backends: str) -> Described:
+    described = describe(module, into, options, backends)
+    layouts = [layout for layout in (described.layout, described.into) if layout is not None]
+    dtypes = {DTYPES[entry.dtype] for layout in layouts for entry in layout.manifest.entries}
+    # Before anyone waits for this rank: where nothing is cached, compiling takes longer than a short timeout.
+    kernels.warm({dtype.itemsize for dtype in dtypes})
     return described
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Description:
-    """A description taken apart again."""
-
-    options: dict[str, Any]
-    wire: Any
-    partial: bool
-    nccl: bool
-    manifest: Manifest
-    into: Manifest | None
-
-    @classmethod
-    def parse(cls, data: bytes) -> _Description:
-        sizes = np.frombuffer(data[:24], np.int64).tolist()
-        head, manifest, into = (data[24 + sum(sizes[:i]) : 24 + sum(sizes[: i + 1])] for i in range(3))
-        said = json.loads(head)
-        second = Manifest.from_bytes(into) if into else None
-        return cls(said["options"], said["wire"], said["partial"], said["nccl"], Manifest.from_bytes(manifest), second)
-
-
-def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
-    _check_options(described)
-    coordinates = [_unflatten(said, numbers) for said, numbers in zip(described, places, strict=True)]
-    named = described[0].options["src"]
-    sources = tuple(named) if named is not None else _connected(described, coordinates)
-    receivers = tuple(rank for rank, said in enumerate(described) if rank not in sources or said.into is not None)
-    if not receivers:
-        fix = "add rollout ranks to the group, name the trainers with src=, or pass into= on ranks that are both"
-        raise LayoutMismatch("every rank of the group is a source, none receives", ranks=sources, fix=fix)
-    holdings = {rank: Holding(described[rank].manifest, coordinates[rank][0], described[rank].wire) for rank in sources}
-    targets = {}
-    for rank in receivers:
-        said = described[rank]
-        manifest, place = (said.manifest, coordinates[rank][0]) if said.into is None else (said.into, coordinates[rank][1])
-        targets[rank] = Holding(manifest, place, partial=said.partial)
-    roles = np.array([*sources, -1, *receivers, -1, *(n for place in places for n in place)], np.int64)
-    hashed = hashlib.blake2b(digests + roles.tobytes(), digest_size=8).digest()
-    backend = "nccl" if all(said.nccl for said in described) else "gloo"
-    return Agreement(ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1, backend)
-
-
-def _check_options(described: Sequence[_Description]) -> None:
-    for rank, said in enumerate(described):
-        for name, value in said.options.items():
-            first = described[0].options[name]
-            if value != first:
-                fix = f"pass the same {name}= on every rank"
-                raise LayoutMismatch(f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, fix=fix)
-
-
-def _connected(described: Sequence[_Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
-    """Return the ranks that share a mesh with rank 0, directly or through others; rank 0 alone if it has none."""
-    meshes = [
-        {mesh.ranks for mesh, place in zip(said.manifest.meshes, where[0], strict=True) if place is not None}
-        for said, where in zip(described, coordinates, strict=True)
-    ]
-    found, reached = {0}, set(meshes[0])
-    while True:
-        more = {rank for rank, held in enumerate(meshes) if held & reached} - found
-        if not more:
-            return tuple(sorted(found))
-        found |= more
-        reached.update(*(meshes[rank] for rank in more))
-
-
-def _flatten(layout: Layout) -> list[int]:
-    """Write coordinates as plain numbers: per mesh its axes, each -1 if this rank is not in the mesh."""
-    numbers: list[int] = []
-    for mesh, place in zip(layout.manifest.meshes, layout.coordinates, strict=True):
-        numbers += [-1] * len(mesh.shape) if place is None else place
-    return numbers
-
-
-def _unflatten(said: _Description, numbers: list[int]) -> list[tuple[tuple[int, ...] | None, ...]]:
-    """Reverse `_flatten`, for the module and for `into`."""
-    left = list(numbers)
-    both = []
-    for manifest in (said.manifest, said.into):
-        places: list[tuple[int, ...] | None] = []
-        for mesh in manifest.meshes if manifest is not None else ():
-            place, left = tuple(left[: len(mesh.shape)]), left[len(mesh.shape) :]
-            places.append(None if place and place[0] < 0 else place)
-        both.append(tuple(places))
-    return both
+def _refuse_other_plan(digests: np.ndarray) -> None:
+    """Refuse to go on where ranks made different plans of the same descriptions; all see the same rows."""
+    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    if others:
+        fix = "run the same version of dte_dist on every rank"
+        raise LayoutMismatch("ranks come to different plans for the same layouts", ranks=[0, *others], fix=fix)

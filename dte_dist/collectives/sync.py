@@ -16,32 +16,30 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist.collectives.agreement import Agreement
 from dte_dist.collectives.letters import Letters
-from dte_dist.collectives.opening import Agreement, raise_together
 from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
 from dte_dist.collectives.speed import LinkSpeed
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import ControlRow, Decision, decide
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState, most_size
-from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch, PeerLost
+from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import Wire
+from dte_dist.transport.together import agreed, error_of, raise_if_any, raise_together
 
-__all__ = ["INLINE", "Agreed", "Parts", "Prepared", "Sync"]
-
-_T = TypeVar("_T")
-
+__all__ = ["INLINE", "Parts", "Prepared", "Sync"]
 
 INLINE: Final = 128
 """Sizes of frames that a control row has room for; more take a row of their own."""
@@ -88,14 +86,6 @@ class Prepared:
     chosen: Chosen
 
 
-class Agreed(Exception):
-    """Carries an error that every rank raises: the ranks are in step, so the channel stays usable."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 class Sync:
     """Phases 2 to 7 of one sync.
 
@@ -124,14 +114,14 @@ class Sync:
             PeerLost: a peer died or did not answer.
         """
         rows, sizes = self._exchange()
-        decision = _agreed(lambda: decide(rows, self._parts.agreement.root))
+        decision = agreed(lambda: decide(rows, self._parts.agreement.root))
         error: Exception | None = None
         if decision.followers:
             self._stream_delta(decision, sizes)
             self._vote()
             error = self._apply(decision)
         elif self._source is not None:
-            error = _error_of(self._source.detach)
+            error = error_of(self._source.detach)
         if decision.seeded:
             self._stream_seed(decision)
         self._acknowledge(decision, error)
@@ -145,11 +135,11 @@ class Sync:
         self.begun = True
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
         if any(row.failed for row in rows):
-            self._raise_together(prepared.error)
-        _agreed(lambda: _check_routes(rows))
+            raise_together(self._parts.control, prepared.error)
+        agreed(lambda: _check_routes(rows))
         if self._route.room > INLINE:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))
-        _agreed(lambda: self._check_sizes(sizes))
+        agreed(lambda: self._check_sizes(sizes))
         return rows, {source: sizes[source, : len(chunks)].tolist() for source, chunks in self._route.chunks.items()}
 
     def _swap(self, row: np.ndarray) -> np.ndarray:
@@ -212,12 +202,12 @@ class Sync:
         receiver, source = self._receiver, self._source
         if receiver is not None and self._is_in(decision.followers):
             with self._phases("apply"):
-                error = _error_of(receiver.apply)
+                error = error_of(receiver.apply)
                 if error is None:
                     receiver.commit(decision.version, decision.onward)
         if source is not None:
             with self._phases("commit"):
-                error = _error_of(lambda: source.commit(decision.version, decision.onward, full=False)) or error
+                error = error_of(lambda: source.commit(decision.version, decision.onward, full=False)) or error
         return error
 
     def _stream_seed(self, decision: Decision) -> None:
@@ -260,13 +250,8 @@ class Sync:
 
     def _raise_if_any(self, error: Exception | None, said: int = 0) -> int:
         """Raise the same error on every rank if any rank has one; return the largest number that a rank says."""
-        rows = self._rows(np.array([error is not None, said], np.int64))
-        if rows[:, 0].any():
-            self._raise_together(error)
-        return int(rows[:, 1].max())
-
-    def _raise_together(self, error: Exception | None) -> None:
-        _agreed(lambda: raise_together(self._parts.control, error))
+        with self._phases("wait"):
+            return int(raise_if_any(self._parts.control, error, [said]).max())
 
     def _is_in(self, ranks: Sequence[int]) -> bool:
         return self._parts.control.rank in ranks
@@ -291,25 +276,6 @@ def _check_routes(rows: Sequence[ControlRow]) -> None:
         said = ", ".join(f"{ROUTES[route]} on rank {rank}" for route, rank in sorted(asked.items()))
         fix = "call the same collective, with the same route=, on every rank"
         raise LayoutMismatch("ranks ask for different routes", ranks=sorted(asked.values()), got=said, fix=fix)
-
-
-def _agreed(call: Callable[[], _T]) -> _T:
-    """Call something that raises on every rank or on none, and mark its error so."""
-    try:
-        return call()
-    except PeerLost:
-        raise
-    except Exception as error:
-        raise Agreed(error) from None
-
-
-def _error_of(call: Callable[[], None]) -> Exception | None:
-    """Call something; return what it raises: it is told to all ranks when they acknowledge."""
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
 
 
 def _as_apply_failed(error: Exception | None) -> Exception | None:

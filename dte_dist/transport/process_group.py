@@ -21,7 +21,6 @@ time, ends it: its groups are closed, which wakes the others.
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, NoReturn, TypeVar
@@ -33,29 +32,21 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
-from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap, from_wire, to_wire
+from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.base import Payload, Transport, check_timeout
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Packed, piece_sizes
 from dte_dist.transport.roles import Roles, mover
+from dte_dist.transport.together import Agreed, end_together, error_of, or_error, raise_if_any
 
 __all__ = ["ProcessGroupTransport"]
 
 _NONE: Final = -1
-_TEXT_BYTES: Final = 4096
 _NEW: Final = "make a new transport on every rank of the group"
 
 _T = TypeVar("_T")
-
-
-class _Agreed(Exception):
-    """Carries an error that every rank raises: the ranks are in step, so the transport stays usable."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class ProcessGroupTransport(Transport):
@@ -98,7 +89,7 @@ class ProcessGroupTransport(Transport):
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, src: int | None = None, plan: Plan | None = None, timeout: float = 600.0
     ) -> None:
-        patience, error = _or_error(lambda: check_timeout(timeout))
+        patience, error = or_error(lambda: check_timeout(timeout))
         self._patience = patience or 600.0
         membership = Membership.join(group, timedelta(seconds=self._patience))
         self._rank, self._board, self._pid = membership.rank, LossBoard(membership), os.getpid()
@@ -107,7 +98,7 @@ class ProcessGroupTransport(Transport):
         self._kept: dict[int, Payload] = {}
         self._own: Payload | None = None
         self._met: int | None = None
-        roles, wrong = _or_error(lambda: Roles.of(membership.size, src, plan))
+        roles, wrong = or_error(lambda: Roles.of(membership.size, src, plan))
         try:
             self._guarded(lambda: self._open(membership, roles, error or wrong))
         except BaseException:
@@ -120,18 +111,17 @@ class ProcessGroupTransport(Transport):
         control = self._wire("control", range(membership.size), membership, "gloo")
         can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
         digest = np.frombuffer(roles.digest() if roles is not None else bytes(16), np.int64)
-        rows = control.rows(np.array([error is not None, can_nccl, *digest], np.int64))
-        _raise_if_any(control, rows[:, 0], error)
-        if roles is None or (rows[:, 2:] != digest).any():
-            others = [rank for rank, row in enumerate(rows[:, 2:].tolist()) if row != rows[0, 2:].tolist()]
+        rows = _rows(control, error, [can_nccl, *digest])
+        if roles is None or (rows[:, 1:] != digest).any():
+            others = [rank for rank, row in enumerate(rows[:, 1:].tolist()) if row != rows[0, 1:].tolist()]
             fix = "pass the same src= or plan= on every rank"
-            raise _Agreed(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], fix=fix))
+            raise Agreed(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], fix=fix))
         self._roles, members = roles, roles.members
         if self._rank not in members:
             return
         everyone = len(members) == membership.size
         self._control = control if everyone else self._wire("members", members, membership, "gloo")
-        self._data = self._wire("data", members, membership, "nccl") if rows[:, 1].all() else self._control
+        self._data = self._wire("data", members, membership, "nccl") if rows[:, 0].all() else self._control
         self._move_text = mover(self._control, self._rank, roles)
         self._move_data = self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
 
@@ -149,7 +139,7 @@ class ProcessGroupTransport(Transport):
         """
         self._refuse_closed()
         version = getattr(payload, "version", _NONE)
-        _, error = _or_error(lambda: self._check_payload(payload))
+        error = error_of(lambda: self._check_payload(payload))
         if error is not None:
             self._refuse(error, version, timeout)
         self._own = None
@@ -176,7 +166,7 @@ class ProcessGroupTransport(Transport):
         found = self._take(version, source)
         if found is not None:
             return found
-        _, error = _or_error(lambda: self._check_request(version, source))
+        error = error_of(lambda: self._check_request(version, source))
         if error is not None:
             self._refuse(error, version, timeout)
         self._meet(version, None, None, timeout)
@@ -243,7 +233,7 @@ class ProcessGroupTransport(Transport):
             PeerLost, ChannelClosed: the transport is closed.
             Exception: on all ranks.
         """
-        seconds, wrong = _or_error(lambda: check_timeout(timeout))
+        seconds, wrong = or_error(lambda: check_timeout(timeout))
         for wire in self._wires:
             wire.timeout = timedelta(seconds=min(seconds or self._patience, self._patience))
         self._kept, self._met = {}, None
@@ -254,7 +244,7 @@ class ProcessGroupTransport(Transport):
         """Run steps that all members run; close the transport unless all of them end alike."""
         try:
             return steps()
-        except _Agreed as agreed:
+        except Agreed as agreed:
             raise agreed.error from agreed.error.__cause__
         except Exception as caught:
             raise self._break(caught) from caught
@@ -264,13 +254,12 @@ class ProcessGroupTransport(Transport):
 
     def _exchange(self, version: int, payload: Payload | None, error: Exception | None) -> dict[int, Payload]:
         """Go through the steps of a meeting; return the payloads that have come."""
-        packed, wrong = _or_error(lambda: Packed(payload) if payload is not None else None)
+        packed, wrong = or_error(lambda: Packed(payload) if payload is not None else None)
         error, text = error or wrong, packed.text if packed is not None else b""
-        row = [error is not None, version if error is None else _NONE, len(text), packed.nbytes if packed is not None else 0]
-        rows = self._control.rows(np.array(row, np.int64))
-        _raise_if_any(self._control, rows[:, 0], error)
-        _check_rows(rows[:, 1:], self._control.members, self._roles.senders)
-        said = {sender: rows[self._control.members.index(sender), 2:].tolist() for sender in self._roles.senders}
+        row = [version if error is None else _NONE, len(text), packed.nbytes if packed is not None else 0]
+        rows = _rows(self._control, error, row)
+        _check_rows(rows, self._control.members, self._roles.senders)
+        said = {sender: rows[self._control.members.index(sender), 1:].tolist() for sender in self._roles.senders}
 
         arrivals: dict[int, Arrival] = {}
         faults: list[Exception] = []
@@ -302,8 +291,7 @@ class ProcessGroupTransport(Transport):
         return arrival
 
     def _vote(self, faults: Sequence[Exception]) -> None:
-        rows = self._control.rows(np.array([len(faults)], np.int64))
-        _raise_if_any(self._control, rows[:, 0], faults[0] if faults else None)
+        _rows(self._control, faults[0] if faults else None)
 
     def _refuse_closed(self) -> None:
         if self._why is not None:
@@ -317,16 +305,7 @@ class ProcessGroupTransport(Transport):
 
     def _break(self, error: BaseException) -> DeltaError:
         """Close the transport after a fault, and return the error that all survivors raise."""
-        _forget_frames(error)
-        why = f"{type(error).__name__} in an earlier call: {error}"
-        if not isinstance(error, PeerLost):
-            told = PeerLost(self._board.agree(f"rank {self._rank} failed: {type(error).__name__}: {error}"))
-            self._drop(why)  # only now: the others are to raise what failed here, not that they lost us
-            return told
-        self._drop(why)
-        if gone := self._board.left():
-            return ChannelClosed(self._board.agree(str(ChannelClosed("a rank closed the transport", ranks=gone, fix=_NEW))))
-        return PeerLost(self._board.agree(str(error)))
+        return end_together(error, self._board, self._drop, rank=self._rank, left=_closed)
 
 
 def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]) -> None:
@@ -335,40 +314,27 @@ def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]
     if len(versions) > 1:
         got = ", ".join(f"v{version} on rank {rank}" for version, rank in sorted(versions.items()))
         fix = "send and receive the same version on every rank"
-        raise _Agreed(VersionError("ranks send or ask for different versions", ranks=sorted(versions.values()), got=got, fix=fix))
+        raise Agreed(VersionError("ranks send or ask for different versions", ranks=sorted(versions.values()), got=got, fix=fix))
     for rank, (text, data) in zip(members, rows[:, 1:].tolist(), strict=True):
         most, least = ((MOST_TEXT, MOST_DATA), 1) if rank in senders else ((0, 0), 0)
         if not (least <= text <= most[0] and 0 <= data <= most[1] and data % 8 == 0):
             fix = "push again; if it stays, the ranks run different versions of dte_dist"
-            raise _Agreed(FrameError("a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", fix=fix))
+            raise Agreed(FrameError("a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", fix=fix))
 
 
-def _raise_if_any(wire: Wire, failed: np.ndarray, error: Exception | None) -> None:
-    """Raise, on every member, the error of the first that has one; all must call, with the same column."""
-    if not failed.any():
-        return
-    texts = wire.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
-    ranks = [rank for rank, text in zip(wire.members, texts, strict=True) if text.strip(b"\0")]
-    told = next((found for found in map(from_wire, texts) if found is not None), None)
-    if told is None:
-        raise PeerLost("a rank failed and did not say why", fix=_NEW)
-    agreed = type(told)(f"{told} (raised on rank {', '.join(map(str, ranks))} of the group)")
-    agreed.__cause__ = error
-    raise _Agreed(agreed)
+def _rows(wire: Wire, error: Exception | None, said: Sequence[int] = ()) -> np.ndarray:
+    """Exchange a row; if a rank has an error, all raise it."""
+    return raise_if_any(wire, error, said, unsaid=PeerLost("a rank failed and did not say why", fix=_NEW))
 
 
-def _or_error(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Return what a call returns, or the error that it raises: it is told to all ranks."""
-    try:
-        return call(), None
-    except Exception as error:
-        return None, error
+def _closed(ranks: Sequence[int]) -> ChannelClosed:
+    return ChannelClosed("a rank closed the transport", ranks=ranks, fix=_NEW)
 
 
 def _keep_error(faults: list[Exception], call: Callable[[], Any]) -> None:
     """Call something, unless something has failed already; keep what it raises until the vote."""
     if not faults:
-        _, error = _or_error(call)
+        error = error_of(call)
         if error is not None:
             faults.append(error)
 
@@ -376,10 +342,3 @@ def _keep_error(faults: list[Exception], call: Callable[[], Any]) -> None:
 def _check_version(version: int) -> None:
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 62:
         raise ValueError(f"a version is an int from 0 to 2^62, not {version!r}")
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop what an error's frames hold: operations hold connections, and peers would not learn that we left."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__

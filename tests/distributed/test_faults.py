@@ -18,9 +18,10 @@ from dte_dist.engine.control import ControlRow
 from dte_dist.engine.lanes import RelayLanes
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
+from dte_dist.errors import PeerLost
 from dte_dist.transport.relay import Relay
 from tests.distributed.launcher import Ranks
-from tests.distributed.tools import TIMEOUT, Rows, caught, facts, model, nudge, prints, same, sync
+from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, facts, model, nudge, prints, same, sync
 
 LATE = 0.5
 KEPT: list[Exception] = []
@@ -349,3 +350,39 @@ def no_time(rank: int, world: int) -> Any:
 
 def test_a_wait_of_no_time_raises_at_once_and_the_sync_goes_on(ranks: Ranks) -> None:
     assert same(ranks.run(no_time)) == ("TimeoutError", True, 2)
+
+
+# A lost peer of something else --------------------------------------------------------------------------------------------
+
+
+def lost_elsewhere(rank: int, world: int, when: str) -> Any:
+    module = model(rank)
+
+    def lose(*_: Any) -> Any:
+        raise PeerLost("another group of the caller lost a rank")
+
+    if when == "opening":
+        error = outcome(lambda: sync(module, select=lose if rank == 2 else None))
+        return error[2], (error[:2], facts(sync(module))[:4], prints(module))
+    sync(module)
+    channel = channel_of(module)
+    error = outcome(lambda: sync(module, detector=lose if rank == 0 else None))
+    if rank == 0:
+        nudge(module, "0.weight", 3)
+    again = facts(sync(module))[:4]
+    return error[2], (error[:2], channel.broken, again, prints(module))
+
+
+def test_a_lost_peer_that_code_of_the_caller_raises_ends_the_channel_on_all_ranks(ranks: Ranks) -> None:
+    causes, found = zip(*ranks.run(lost_elsewhere, "open"), strict=True)
+    (name, text), broken, again, _ = same(list(found))
+    assert name == "PeerLost" and text == "another group of the caller lost a rank (raised on rank 0 of the group)"
+    assert broken == f"PeerLost in an earlier call: {text}" and set(causes) == {"PeerLost"}
+    assert again == (2, 1, "delta", "")
+
+
+def test_a_lost_peer_that_code_of_the_caller_raises_at_opening_is_raised_on_all_ranks(ranks: Ranks) -> None:
+    causes, found = zip(*ranks.run(lost_elsewhere, "opening"), strict=True)
+    (name, text), again, _ = same(list(found))
+    assert name == "PeerLost" and text == "another group of the caller lost a rank (raised on rank 2 of the group)"
+    assert again == (1, None, "full", "first sync") and set(causes) == {"PeerLost"}

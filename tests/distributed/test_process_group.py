@@ -81,12 +81,18 @@ def what_cannot_be_sent(transport: ProcessGroupTransport, rank: int) -> list[Cal
     return [lambda tensor=tensor: meet(transport, rank, 6, sent=Payload(6, -1, True, {"w": tensor})) for tensor in tensors]
 
 
+def what_the_caller_fails_with(transport: ProcessGroupTransport, rank: int) -> list[Callable[[], Any]]:
+    errors = [OSError("no data"), PeerLost("another transport lost a rank")]
+    return [lambda error=error: transport.fail(error, timeout=PATIENCE) if rank == 0 else meet(transport, rank, 1) for error in errors]
+
+
 @pytest.mark.parametrize(
     ("calls", "kinds"),
     [
         (different_versions, ["VersionError"] * 2),
         (wrong_ends, ["ValueError", "VersionGap", "ValueError", "ValueError", "ValueError", "ValueError"]),
         (what_cannot_be_sent, ["LayoutMismatch", "LayoutMismatch", "SyncFailed", "ValueError"]),
+        (what_the_caller_fails_with, ["SyncFailed", "PeerLost"]),
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all_and_the_transport_goes_on(ranks: Ranks, calls: Any, kinds: list[str]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.collectives import channels
+from dte_dist.collectives import registry
 from dte_dist.collectives.sync import Sync
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.errors import PeerLost
@@ -942,7 +942,7 @@ def closing(rank: int, world: int) -> Any:
     channel = channel_of(module)
     dte_dist.close(module)
     dte_dist.close(module)
-    gone = channel.broken is not None and not channels._channels.get(module)
+    gone = channel.broken is not None and not registry._channels.get(module)
     again = sync(module, bucket_bytes=8192)
     return gone, facts(again)[:4], prints(module)
 
@@ -979,11 +979,11 @@ def forgotten(rank: int, world: int, kind: str) -> Any:
     sync(target, into=copy, async_op=True).wait()
     channel, alive = channel_of(target), [weakref.ref(target)] + ([weakref.ref(copy)] if copy is not None else [])
     gc.collect()
-    before = len(channels._channels)
+    before = len(registry._channels)
     dist.barrier()
     del target, copy
     gc.collect()
-    return all(reference() is None for reference in alive), channel.broken, before - len(channels._channels)
+    return all(reference() is None for reference in alive), channel.broken, before - len(registry._channels)
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp2", "layout", "into"])

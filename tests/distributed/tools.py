@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.collectives import channels
+from dte_dist.collectives import registry
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.sync import Parts
 
@@ -61,7 +61,7 @@ def caught(call: Callable[[], Any]) -> tuple[str, str]:
 
 def channel_of(module: Any, group: Any = None) -> Channel:
     """Return the open channel of a module."""
-    return channels._channels[module][torch.distributed.group.WORLD if group is None else group]
+    return registry._channels[module][torch.distributed.group.WORLD if group is None else group]
 
 
 def parts_of(module: Any, group: Any = None) -> Parts:

@@ -1,0 +1,216 @@
+"""What ranks agree on before a channel opens: each learns what every other holds, and all come to the same plan or the same error.
+
+1.   Each rank describes its modules and options in bytes (`describe`).
+2. o Their digests go round in one row per rank, with the sizes. If a rank could not describe itself, all raise its error.
+3. o Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer cost one message.
+4. o The coordinates of each rank on its meshes go round: they tell a rank's block from its neighbour's.
+5.   Every rank builds the same `ModelMap` from them, and derives everything else; or finds the same thing wrong with them.
+
+Steps with a ring (o) are exchanges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dte_dist.collectives.options import Options, layout_of, wire_types
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout import Layout, Manifest
+from dte_dist.plan.model_map import Holding, ModelMap
+from dte_dist.transport.groups import Wire
+from dte_dist.transport.together import raise_if_any
+
+__all__ = ["Agreement", "Described", "agree", "describe"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """This rank's own part of an agreement.
+
+    Attributes:
+        layout: of the module.
+        into: of the module to receive into, if there is another.
+        data: the description, equal on ranks that are placed alike.
+        coordinates: of this rank on the meshes of `layout`, then of `into`.
+        devices: of the tensors of `layout`, then of `into`; none where there are no tensors.
+    """
+
+    layout: Layout
+    into: Layout | None
+    data: bytes
+    coordinates: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Agreement:
+    """What all ranks know after opening.
+
+    Attributes:
+        model: slots and flat spaces.
+        sources, receivers: group ranks; the root is the first source.
+        schema: 63-bit hash of the model map; every frame carries it.
+        backend: for the data: "nccl" if the group has it and the tensors of all ranks are on GPUs, else "gloo".
+    """
+
+    model: ModelMap
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+    schema: int
+    backend: str
+
+    @property
+    def root(self) -> int:
+        """The group rank that relays."""
+        return self.sources[0]
+
+
+def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: Options, backends: str) -> Described:
+    """Describe what this rank holds and wants; `backends` are those of the user's group, by device.
+
+    Raises:
+        LayoutMismatch: something is placed in a way that cannot be handled.
+        ValueError: an option makes no sense.
+    """
+    layout = layout_of(module, options)
+    other = None if into is None else layout_of(into, options)
+    devices = tuple(each.read().device for each in (layout, other) if each is not None and each.manifest.entries)
+    head = {
+        "options": options.shared(),
+        "wire": wire_types(options.wire_dtype, layout.manifest),
+        "partial": (layout if other is None else other).is_partial,
+        "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
+    }
+    parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]
+    data = np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
+    coordinates = [number for each in (layout, other) if each is not None for number in _flatten(each)]
+    return Described(layout, other, data, tuple(coordinates), devices)
+
+
+def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agreement:
+    """Exchange descriptions and plan; all ranks of the control group must call.
+
+    Args:
+        control: the control group of the channel.
+        mine: this rank's description, None if describing failed.
+        error: why it failed.
+
+    Raises:
+        LayoutMismatch: on every rank, with the same text.
+        Agreed: with the error of the lowest rank that could not describe itself.
+        PeerLost: a rank did not answer.
+    """
+    data, coordinates = (mine.data, mine.coordinates) if mine is not None else (b"", ())
+    digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
+    rows = raise_if_any(control, error, [len(data), len(coordinates), *digest])
+    descriptions = _share(control, rows, data)
+    padded = np.zeros(int(rows[:, 1].max()), np.int64)
+    padded[: len(coordinates)] = coordinates
+    table = control.rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
+    places = [row[:size].tolist() for row, size in zip(table, rows[:, 1], strict=True)]
+    return _plan(descriptions, places, rows[:, 2:].tobytes())
+
+
+def _share(control: Wire, rows: np.ndarray, data: bytes) -> list[_Description]:
+    """Send each distinct description once and return that of every rank, equal ones as one object."""
+    known: dict[bytes, _Description] = {}
+    described = []
+    for rank, row in enumerate(rows):
+        key = row[2:].tobytes()
+        if key not in known:
+            known[key] = _Description.parse(control.share(rank, data, int(row[0])))
+        described.append(known[key])
+    return described
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Description:
+    """A description taken apart again."""
+
+    options: dict[str, Any]
+    wire: Any
+    partial: bool
+    nccl: bool
+    manifest: Manifest
+    into: Manifest | None
+
+    @classmethod
+    def parse(cls, data: bytes) -> _Description:
+        sizes = np.frombuffer(data[:24], np.int64).tolist()
+        head, manifest, into = (data[24 + sum(sizes[:i]) : 24 + sum(sizes[: i + 1])] for i in range(3))
+        said = json.loads(head)
+        second = Manifest.from_bytes(into) if into else None
+        return cls(said["options"], said["wire"], said["partial"], said["nccl"], Manifest.from_bytes(manifest), second)
+
+
+def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
+    _check_options(described)
+    coordinates = [_unflatten(said, numbers) for said, numbers in zip(described, places, strict=True)]
+    named = described[0].options["src"]
+    sources = tuple(named) if named is not None else _connected(described, coordinates)
+    receivers = tuple(rank for rank, said in enumerate(described) if rank not in sources or said.into is not None)
+    if not receivers:
+        fix = "add rollout ranks to the group, name the trainers with src=, or pass into= on ranks that are both"
+        raise LayoutMismatch("every rank of the group is a source, none receives", ranks=sources, fix=fix)
+    holdings = {rank: Holding(described[rank].manifest, coordinates[rank][0], described[rank].wire) for rank in sources}
+    targets = {}
+    for rank in receivers:
+        said = described[rank]
+        manifest, place = (said.manifest, coordinates[rank][0]) if said.into is None else (said.into, coordinates[rank][1])
+        targets[rank] = Holding(manifest, place, partial=said.partial)
+    roles = np.array([*sources, -1, *receivers, -1, *(n for place in places for n in place)], np.int64)
+    hashed = hashlib.blake2b(digests + roles.tobytes(), digest_size=8).digest()
+    backend = "nccl" if all(said.nccl for said in described) else "gloo"
+    return Agreement(ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1, backend)
+
+
+def _check_options(described: Sequence[_Description]) -> None:
+    for rank, said in enumerate(described):
+        for name, value in said.options.items():
+            first = described[0].options[name]
+            if value != first:
+                fix = f"pass the same {name}= on every rank"
+                raise LayoutMismatch(f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, fix=fix)
+
+
+def _connected(described: Sequence[_Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
+    """Return the ranks that share a mesh with rank 0, directly or through others; rank 0 alone if it has none."""
+    meshes = [
+        {mesh.ranks for mesh, place in zip(said.manifest.meshes, where[0], strict=True) if place is not None}
+        for said, where in zip(described, coordinates, strict=True)
+    ]
+    found, reached = {0}, set(meshes[0])
+    while True:
+        more = {rank for rank, held in enumerate(meshes) if held & reached} - found
+        if not more:
+            return tuple(sorted(found))
+        found |= more
+        reached.update(*(meshes[rank] for rank in more))
+
+
+def _flatten(layout: Layout) -> list[int]:
+    """Write coordinates as plain numbers: per mesh its axes, each -1 if this rank is not in the mesh."""
+    numbers: list[int] = []
+    for mesh, place in zip(layout.manifest.meshes, layout.coordinates, strict=True):
+        numbers += [-1] * len(mesh.shape) if place is None else place
+    return numbers
+
+
+def _unflatten(said: _Description, numbers: list[int]) -> list[tuple[tuple[int, ...] | None, ...]]:
+    """Reverse `_flatten`, for the module and for `into`."""
+    left = list(numbers)
+    both = []
+    for manifest in (said.manifest, said.into):
+        places: list[tuple[int, ...] | None] = []
+        for mesh in manifest.meshes if manifest is not None else ():
+            place, left = tuple(left[: len(mesh.shape)]), left[len(mesh.shape) :]
+            places.append(None if place and place[0] < 0 else place)
+        both.append(tuple(places))
+    return both

@@ -1,0 +1,127 @@
+"""Which channels are open on this rank.
+
+Channels belong to their module: they are found by (module, group), and go when the module goes or `close` is called, or when they
+are found broken or their group destroyed at the next call. At exit, syncs in the background end first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from dte_dist.collectives import kept, running
+from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.opening import Model, open_channel
+from dte_dist.collectives.options import Options
+from dte_dist.collectives.work import THREAD_NAME
+
+__all__ = ["close", "find_or_open", "is_in_use"]
+
+_EXIT_PATIENCE = 20.0
+_PID = os.getpid()
+
+_channels: weakref.WeakKeyDictionary[Any, dict[Any, Channel]] = weakref.WeakKeyDictionary()
+
+
+def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
+    """Return the open channel of (module, group), or open one; opening is collective.
+
+    Args:
+        module, group, into, options: of the call.
+        error: what is wrong with the call, to be raised on all ranks.
+
+    Raises:
+        LayoutMismatch, ValueError: on every rank, if a call makes no sense or the ranks do not agree.
+        PeerLost: a rank did not come.
+    """
+    mine = _channels.get(module)
+    if mine is None:
+        mine = _channels[module] = {}
+        weakref.finalize(module, _close_all, mine).atexit = False
+    for other, channel in list(mine.items()):
+        if channel.broken is not None or _is_gone(other):
+            if (source := channel.parts.source) is not None:  # a receiver's chain stays with its copy anyway
+                kept.keep_source(module, source, channel.parts.agreement.model)
+            mine.pop(other).close("its group is gone")
+    if group not in mine:
+        with _no_collection():
+            mine[group] = open_channel(module, group, into, options, error)
+    return mine[group]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector rest: opening makes many objects that stay, and it would walk all of a large process for them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def is_in_use(group: dist.ProcessGroup) -> bool:
+    """Return whether this rank has an open channel over a group."""
+    return any(group in mine for mine in _channels.values())
+
+
+def _at_exit() -> None:
+    """Let syncs in the background end, or end them: a thread inside a collective would bring the interpreter down with it."""
+    if os.getpid() != _PID:
+        return
+    if not running.finish(_EXIT_PATIENCE):
+        for channels in list(_channels.values()):
+            for channel in channels.values():
+                channel.drop("the process exits")
+        running.finish(_EXIT_PATIENCE)
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(_EXIT_PATIENCE)
+
+
+atexit.register(_at_exit)
+
+
+def _close_all(channels: dict[Any, Channel]) -> None:
+    for channel in channels.values():
+        channel.close("its module is gone")
+
+
+def _is_gone(group: dist.ProcessGroup) -> bool:
+    """Return whether the user has destroyed a group."""
+    try:
+        return dist.get_rank(group) < 0
+    except (ValueError, RuntimeError):
+        return True
+
+
+def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
+    """Close the channel of (module, group) on this rank and forget what it held; a sync in the background ends first.
+
+    The next `delta_broadcast` opens a new channel and seeds all receivers. Closing what is not open does nothing.
+
+    Args:
+        module: as passed to `delta_broadcast`.
+        group: likewise; None is the world.
+
+    Example:
+        >>> dte_dist.close(module, group)
+    """
+    running.join(module)
+    kept.drop_source(module)
+    channel = _channels.get(module, {}).pop(dist.group.WORLD if group is None else group, None)
+    if channel is not None:
+        channel.close()
+        if channel.parts.receiver is not None:
+            channel.parts.receiver.chain.forget()
+    else:
+        kept.forget_copy(module)

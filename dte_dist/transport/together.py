@@ -1,0 +1,170 @@
+"""Every rank or no rank: an error on one rank reaches all, with the same text.
+
+A rank that raised at once would leave the others waiting for it until their timeout. So it stays, and:
+
+1.   What can fail on one rank alone is called by `error_of` or `or_error`, which keep the error. The rank goes on with nothing to give.
+2. o The next row that the ranks exchange begins with whether this rank failed (`raise_if_any`). If none did, all go on.
+3. o If one did, all exchange the text of their errors, and raise that of the lowest rank (`raise_together`).
+4.   What every rank raises is marked: it comes as `Agreed`. So is the error in what all ranks have seen alike, and judge alike
+     (`agreed`). The ranks are in step then, and may go on with the same groups.
+5.   After any other error they are not: a peer is lost, or this rank is about to be. It drops its groups, which wakes the others, and
+     the survivors raise the text of the first that left one on the `LossBoard` (`end_together`).
+
+Steps with a ring (o) are exchanges. Errors travel as `errors.to_wire` writes them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Final, NoReturn, TypeVar
+
+import numpy as np
+
+from dte_dist.errors import ChannelClosed, DeltaError, FrameError, PeerLost, from_wire, to_wire
+from dte_dist.transport.groups import LossBoard, Wire
+
+__all__ = ["Agreed", "agreed", "end_together", "error_of", "forget_frames", "or_error", "raise_if_any", "raise_together"]
+
+_TEXT_BYTES: Final = 4096
+
+_T = TypeVar("_T")
+
+
+class Agreed(Exception):
+    """Carries an error that every rank raises: the ranks are in step, so what they have open stays usable.
+
+    Attributes:
+        error: to be raised; its cause, if it has one, is what went wrong on this rank.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def agreed(call: Callable[[], _T]) -> _T:
+    """Call something that raises on every rank or on none, and mark its error so.
+
+    Raises:
+        Agreed: with what it raises.
+        PeerLost: as it is; a lost peer is not seen alike on all ranks.
+
+    Example:
+        >>> decision = agreed(lambda: decide(rows, root))
+    """
+    try:
+        return call()
+    except PeerLost:
+        raise
+    except Exception as error:
+        raise Agreed(error) from None
+
+
+def or_error(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return what a call returns, or the error that it raises: it is told to all ranks in the next row.
+
+    Example:
+        >>> or_error(lambda: 3)
+        (3, None)
+    """
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+
+
+def error_of(call: Callable[[], object]) -> Exception | None:
+    """Call something; return what it raises: it is told to all ranks in the next row.
+
+    Example:
+        >>> error_of(lambda: int("one"))
+        ValueError("invalid literal for int() with base 10: 'one'")
+    """
+    return or_error(call)[1]
+
+
+def raise_if_any(wire: Wire, error: Exception | None, said: Sequence[int] = (), *, unsaid: Exception | None = None) -> np.ndarray:
+    """Exchange a row, and raise the same error on every rank if any rank has one; all members must call.
+
+    Args:
+        wire: a group of the ranks concerned; over gloo.
+        error: of this rank, None if all is well.
+        said: numbers to tell the others, on every rank as many.
+        unsaid: as for `raise_together`.
+
+    Returns:
+        What all members say, int64[members, len(said)].
+
+    Raises:
+        Agreed: with the error of the lowest rank that has one.
+        PeerLost: a rank did not answer.
+
+    Example:
+        >>> newest = raise_if_any(wire, error, [version]).max()
+    """
+    rows = wire.rows(np.array([error is not None, *said], np.int64))
+    if rows[:, 0].any():
+        raise_together(wire, error, unsaid=unsaid)
+    return rows[:, 1:]
+
+
+def raise_together(wire: Wire, error: Exception | None, *, unsaid: Exception | None = None) -> NoReturn:
+    """Raise, on every rank, the error of the lowest rank that has one; all members must call, at least one with an error.
+
+    The text says on which ranks it was raised. On these ranks the original error is the cause.
+
+    Args:
+        wire: a group of the ranks concerned; over gloo.
+        error: of this rank, None if it has none.
+        unsaid: raised instead if, against the rule, no rank has one; by default a `FrameError`, which is agreed, too.
+
+    Raises:
+        Agreed: with that error.
+        PeerLost: a rank did not answer.
+    """
+    texts = wire.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
+    failed = {rank: text for rank, text in zip(wire.members, texts, strict=True) if text.strip(b"\0")}
+    told = from_wire(next(iter(failed.values()))) if failed else None
+    if told is None:
+        what, expected = "a rank said that it failed, but not how", "the text of an error"
+        raise unsaid or Agreed(FrameError(what, expected=expected, got="nothing", fix="call again"))
+    marked = Agreed(type(told)(f"{told} (raised on rank {', '.join(map(str, failed))} of the group)"))
+    marked.error.__cause__ = error
+    raise marked
+
+
+def end_together(
+    error: BaseException,
+    board: LossBoard,
+    drop: Callable[[str], None],
+    *,
+    rank: int,
+    left: Callable[[Sequence[int]], ChannelClosed] | None = None,
+) -> DeltaError:
+    """Drop what was open after an error that is not agreed, and return the error that all survivors raise.
+
+    Args:
+        error: that ended it: a `PeerLost`, or what failed on this rank, of which the others only see that they lose it.
+        board: where survivors find the text.
+        drop: closes the groups of this rank, and notes why.
+        rank: of this process in the group.
+        left: makes the error to raise if the ranks it is given closed theirs on purpose; None if that makes no difference.
+    """
+    forget_frames(error)
+    why = f"{type(error).__name__} in an earlier call: {error}"
+    if not isinstance(error, PeerLost):
+        told = PeerLost(board.agree(f"rank {rank} failed: {type(error).__name__}: {error}"))
+        drop(why)  # only now: the others are to raise what failed here, not that they lost us
+        return told
+    drop(why)
+    if left is not None and (gone := board.left()):
+        return ChannelClosed(board.agree(str(left(gone))))
+    return PeerLost(board.agree(str(error)))
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop what an error's frames hold: operations hold connections, and peers would not learn that we left."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
