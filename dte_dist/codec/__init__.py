@@ -5,5 +5,6 @@ from __future__ import annotations
 from dte_dist.codec.choose import FAST, Chooser
 from dte_dist.codec.frame import FrameWriter, Segment, dense_size, read_frame
 from dte_dist.codec.head import FrameHead, read_head
+from dte_dist.codec.history import History
 
-__all__ = ["FAST", "Chooser", "FrameHead", "FrameWriter", "Segment", "dense_size", "read_frame", "read_head"]
+__all__ = ["FAST", "Chooser", "FrameHead", "FrameWriter", "History", "Segment", "dense_size", "read_frame", "read_head"]

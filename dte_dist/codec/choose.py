@@ -7,6 +7,9 @@
 | `"auto"` | the least seconds: bytes over the speed of the link, and what the codecs take; `"fast"` where the speed is not known |
 | `"ef+planes"` or any other pair | that pair |
 
+All but "fast" take the index codec `again` where it is the best one, and have both ends keep positions for it (`codec.history`); "auto"
+only over links that are slow enough for it to pay. The pair "again+..." is "ef+..." where `again` is not smaller.
+
 All of them send a segment whole where that is cheaper: dense with `raw`, or with distances where both ends know the bits that were
 there. How a segment's changes are written is decided segment by segment, but whether they are bits or distances once for all
 segments of a width: distances have to be taken where the known bits are at hand.
@@ -19,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from dte_dist.codec.index import BITMAP, DENSE, EF, I32, INDEX_CODECS, U16, IndexCodec
+from dte_dist.codec.index import AGAIN, BITMAP, DENSE, EF, I32, INDEX_CODECS, U16, Again, IndexCodec
 from dte_dist.codec.value import MOST_RELATIVE, PLANES, RAW, ULP, ULP8, VALUE_CODECS, ValueCodec, Values
 
 __all__ = ["FAST", "Chooser"]
@@ -29,8 +32,11 @@ _Codec = TypeVar("_Codec", IndexCodec, ValueCodec)
 _TYPICAL: Final = 0.35
 """Bytes of a distance of training as planes: 2.3 to 4 bits, more where more elements change."""
 
+_SAVED: Final = 1.6
+"""Bytes that `again` saves for each change against `u16`, where most positions come again."""
+
 _SECONDS: Final = {
-    I32: 0.9e-9, U16: 1.0e-9, EF: 4.9e-9, BITMAP: 4.0e-9, RAW: 0.6e-9, ULP: 4.0e-9, ULP8: 6.2e-9, PLANES: 8.0e-9,
+    I32: 0.9e-9, U16: 1.0e-9, EF: 4.9e-9, BITMAP: 4.0e-9, AGAIN: 9.1e-9, RAW: 0.6e-9, ULP: 4.0e-9, ULP8: 6.2e-9, PLANES: 8.0e-9,
 }  # fmt: skip
 """Seconds for each change to write and read it, estimated from runs on one core of a busy server; distances are also taken and added."""
 
@@ -62,6 +68,7 @@ class Chooser:
     _index: tuple[IndexCodec, ...] = field(init=False, repr=False, compare=False)
     _absolute: tuple[ValueCodec, ...] = field(init=False, repr=False, compare=False)
     _relative: tuple[ValueCodec, ...] = field(init=False, repr=False, compare=False)
+    _again: bool = field(init=False, repr=False, compare=False)
     _byte: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +78,8 @@ class Chooser:
             raise ValueError(f"bytes_per_second must be positive or None, got {self.bytes_per_second!r}")
         timed = self.codec == "auto" and self.bytes_per_second is not None
         index, value = _codecs(self.codec, timed)
-        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_index", tuple(codec for codec in index if codec is not AGAIN))
+        object.__setattr__(self, "_again", AGAIN in index)
         object.__setattr__(self, "_absolute", tuple(codec for codec in value if not codec.relative))
         object.__setattr__(self, "_relative", tuple(codec for codec in value if codec.relative))
         object.__setattr__(self, "_byte", 1 / self.bytes_per_second if timed and self.bytes_per_second else 0.0)
@@ -82,7 +90,14 @@ class Chooser:
             return False
         return not self._absolute or (width - _TYPICAL) * self._byte > _SECONDS[PLANES] - _SECONDS[RAW]
 
-    def choose(self, count: int, length: int, values: Values, *, whole: bool) -> tuple[IndexCodec, ValueCodec, bool]:
+    @property
+    def keeps(self) -> bool:
+        """Whether positions are worth keeping, because the next delta may be written with `again`."""
+        return self._again and (not self._byte or _SAVED * self._byte > _SECONDS[AGAIN] - _SECONDS[U16])
+
+    def choose(
+        self, count: int, length: int, values: Values, *, whole: bool, again: Again | None = None
+    ) -> tuple[IndexCodec, ValueCodec, bool]:
         """Return how a segment with `count` changes in `length` elements is written, and whether it is sent whole though not all changed.
 
         Args:
@@ -90,11 +105,12 @@ class Chooser:
             length: of the segment.
             values: one for each change; distances if `relative`.
             whole: whether it can be sent whole.
+            again: `again` for these positions, if the delta before had some in this segment.
         """
         if count == length:
             value, size, _ = self._value_of(values)
             return DENSE, value if size <= length * values.width else _as_they_are(values), False
-        index, index_size, index_cost = self._index_of(count, length)
+        index, index_size, index_cost = self._index_of(count, length, again)
         value, value_size, value_cost = self._value_of(values)
         if whole:
             size = index_size + value_size
@@ -104,7 +120,7 @@ class Chooser:
                 return DENSE, best, True
         return index, value, False
 
-    def _index_of(self, count: int, length: int) -> tuple[IndexCodec, int, float]:
+    def _index_of(self, count: int, length: int, again: Again | None) -> tuple[IndexCodec, int, float]:
         """Return the best codec of positions, its bytes and its cost."""
         best: IndexCodec = I32
         least, cost = 0, math.inf
@@ -113,6 +129,10 @@ class Chooser:
             each = self._cost(codec, size, count)
             if each < cost:
                 best, least, cost = codec, size, each
+        if again is not None and self._again and self._cost(AGAIN, again.least(count, length), count) < cost:
+            size = again.size(count, length)  # a pass over the positions
+            if size < least and self._cost(AGAIN, size, count) < cost:
+                return again, size, self._cost(AGAIN, size, count)
         return best, least, cost
 
     def _value_of(self, values: Values) -> tuple[ValueCodec, int, float]:
@@ -152,15 +172,15 @@ def _codecs(codec: str, timed: bool) -> tuple[tuple[IndexCodec, ...], tuple[Valu
     if codec == "fast" or (codec == "auto" and not timed):
         return (U16, I32), (RAW,)
     if codec == "small":
-        return (U16, I32, EF, BITMAP), (PLANES, ULP8, ULP)
+        return (U16, I32, EF, BITMAP, AGAIN), (PLANES, ULP8, ULP)
     if codec == "auto":
-        return (U16, I32, EF, BITMAP), (RAW, PLANES, ULP8, ULP)
+        return (U16, I32, EF, BITMAP, AGAIN), (RAW, PLANES, ULP8, ULP)
     index, plus, value = codec.partition("+") if isinstance(codec, str) else ("", "", "")
     pair = _named(INDEX_CODECS.values(), index), _named(VALUE_CODECS.values(), value)
     if not plus or None in pair:
         names = [", ".join(each.name for each in codecs.values()) for codecs in (INDEX_CODECS, VALUE_CODECS)]
         raise ValueError(f'codec must be "fast", "small", "auto", or one of {names[0]}, "+", and one of {names[1]}; got {codec!r}')
-    return (pair[0],), (pair[1],)  # type: ignore[return-value]
+    return (EF, AGAIN) if pair[0] is AGAIN else (pair[0],), (pair[1],)  # type: ignore[return-value]
 
 
 def _named(codecs: Iterable[_Codec], name: str) -> _Codec | None:

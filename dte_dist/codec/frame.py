@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -23,7 +23,8 @@ from dte_dist.change.flat import BITS
 from dte_dist.codec import head as heads
 from dte_dist.codec.choose import FAST, Chooser
 from dte_dist.codec.head import AGAIN, CHECKSUM_WORD, ENTRY, HEAD, FrameHead
-from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict
+from dte_dist.codec.history import History, Places
+from dte_dist.codec.index import DENSE, INDEX_CODECS, Again, IndexCodec, Verdict
 from dte_dist.codec.value import MOST_RELATIVE, NO_TERMS, RAW, VALUE_CODECS, Terms, ValueCodec, Values
 from dte_dist.errors import FrameError
 
@@ -69,6 +70,7 @@ class FrameWriter:
         head: what the frame says about itself.
         device: where the frame is made, and where positions and values come from.
         chooser: of the codecs.
+        history: of the deltas of one source. If the chooser asks for it, positions that are added are noted there, and stay as they are.
 
     Attributes:
         codecs: segments so far by pair of codecs, such as "u16+raw".
@@ -79,10 +81,13 @@ class FrameWriter:
         >>> frame = writer.finish()
     """
 
-    __slots__ = ("_chooser", "_device", "_entries", "_head", "_padding", "_streams", "codecs")
+    __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_padding", "_streams", "codecs")
 
-    def __init__(self, head: FrameHead, device: torch.device | str, chooser: Chooser = FAST) -> None:
-        self._head = head
+    def __init__(self, head: FrameHead, device: torch.device | str, chooser: Chooser = FAST, history: History | None = None) -> None:
+        keeps = history is not None and chooser.keeps and not head.seed
+        self._history = history if keeps else None
+        self._before = history.before(head) if keeps and history is not None else None
+        self._head = replace(head, keep=keeps)
         self._chooser = chooser
         self._device = torch.device(device)
         self._entries: list[tuple[int, ...]] = []
@@ -117,15 +122,23 @@ class FrameWriter:
         if relative and (self._head.seed or self._head.width > MOST_RELATIVE):
             raise ValueError("a seed, and elements of 8 bytes, are not written as distances")
         of_changes = Values(values, relative, self._head.width)
-        index, value, entire = self._chooser.choose(count, length, of_changes, whole=whole is not None)
+        again = self._again(first, length, positions)
+        index, value, entire = self._chooser.choose(count, length, of_changes, whole=whole is not None, again=again)
         if index is DENSE and not value.relative and whole is not None:
             self._append((first, length, length), (DENSE, RAW), 0, NO_TERMS, None, whole().view(torch.uint8))
             return
         if entire and positions is not None:
             of_changes = _spread(length, positions, of_changes)
         index_stream, low = (None, 0) if index is DENSE or positions is None else index.encode(positions, length)
+        if self._history is not None and index is not DENSE and positions is not None:
+            self._history.note(self._head, first, length, positions)
         value_stream, terms = value.encode(of_changes)
         self._append((first, length, of_changes.count), (index, value), low, terms, index_stream, value_stream)
+
+    def _again(self, first: int, length: int, positions: Tensor | None) -> Again | None:
+        """Return the codec for positions that may have come before."""
+        previous = None if self._before is None or positions is None else self._before.within(first, length)
+        return None if previous is None else Again(previous, positions)
 
     def add_dense(self, first: int, bits: Tensor) -> None:
         """Add the bits of all elements [first, first + len(bits)); they must stay as they are until `finish`.
@@ -201,18 +214,19 @@ class _Entry:
     value_at: slice
 
 
-def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
+def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None) -> list[Segment]:
     """Prove a frame sound and read it.
 
     Args:
         frame: uint8, on any device; segments may share its memory.
         expect: what its head must say.
+        history: of what was read from this source; if the frame asks for it, its positions are noted there, and must stay as they are.
 
     Returns:
         The segments in ascending order, at least one. A frame of no bytes stands for no changes and is not read.
 
     Raises:
-        FrameError: the frame is damaged, or is not the one expected.
+        FrameError: the frame is damaged, is not the one expected, or counts on a history that is not known here.
         VersionRestart, VersionGap, VersionReplay, VersionError: it does not lead from the version held to the next.
 
     Example:
@@ -230,14 +244,19 @@ def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
     entries = _read_table(frame, start, row["segments"], head)
     segments: list[Segment] = []
     verdicts: list[Verdict] = []
+    before = history.before(head) if history is not None else None
     for entry in entries:
-        segment, *sound = _decode(frame, entry, BITS[head.width])
+        segment, *sound = _decode(frame, entry, BITS[head.width], before)
         segments.append(segment)
         verdicts += sound
     answers = _answers(verdicts)  # once, after all streams have been read
     if not all(answers):
         entry = entries[answers.index(False) // 2]
         raise _bad_segment(f"codecs {entry.index.name}, {entry.value.name} at element {entry.first}", "sound streams, positions in order")
+    if head.keep and history is not None:
+        for segment in segments:
+            if segment.positions is not None:
+                history.note(head, segment.first, segment.length, segment.positions)
     return segments
 
 
@@ -276,9 +295,13 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
     return entries
 
 
-def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype) -> tuple[Segment, Verdict, Verdict]:
+def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype, before: Places | None) -> tuple[Segment, Verdict, Verdict]:
     """Read the streams of a segment; return it, and whether each was sound."""
-    positions, ordered = entry.index.decode(frame[entry.index_at], entry.count, entry.length, entry.low)
+    index = entry.index
+    if isinstance(index, Again) and before is not None:
+        previous = before.within(entry.first, entry.length)
+        index = Again(previous if previous is None else previous.to(frame.device))
+    positions, ordered = index.decode(frame[entry.index_at], entry.count, entry.length, entry.low)
     values, sound = entry.value.decode(frame[entry.value_at], entry.count, dtype, entry.terms)
     return Segment(entry.first, entry.length, positions, values, entry.value.relative), ordered, sound
 

@@ -5,7 +5,7 @@ A frame starts with a `HEAD` and one `ENTRY` per segment, both little-endian and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 import numpy as np
@@ -23,13 +23,14 @@ MAGIC: Final = b"DTEF"
 FORMAT: Final = 2
 CHECKSUM_WORD: Final = 1
 _SEED: Final = 1
+_KEEP: Final = 2
 
 HEAD: Final = np.dtype([
     ("magic", "S4"), ("format", "<u2"), ("flags", "<u2"), ("checksum", "<i8"), ("size", "<u8"), ("schema", "<u8"), ("stream", "<u8"),
     ("base", "<i8"), ("version", "<i8"), ("first", "<u8"), ("length", "<u8"), ("source", "<u4"), ("number", "<u4"), ("count", "<u4"),
     ("width", "<u4"), ("segments", "<u4"), ("zero", "<u4"),
 ])  # fmt: skip
-"""96 bytes; `size` is of the whole frame, `checksum` is word 1, flag 1 marks a seed."""
+"""96 bytes; `size` is of the whole frame, `checksum` is word 1, flag 1 marks a seed, flag 2 a delta whose positions are to be kept."""
 
 ENTRY: Final = np.dtype([
     ("first", "<u8"), ("length", "<u4"), ("count", "<u4"), ("index_bytes", "<u4"), ("value_bytes", "<u4"),
@@ -57,6 +58,7 @@ class FrameHead:
         width: bytes of an element.
         first, length: the chunk, elements [first, first + length) of the space of that width (see `Segment`).
         seed: the whole chunk, not what changed in it.
+        keep: the positions are to be kept for the next delta, see `codec.history`; it is for the sender to say, so it is not compared.
     """
 
     schema: int
@@ -70,9 +72,10 @@ class FrameHead:
     first: int
     length: int
     seed: bool = False
+    keep: bool = field(default=False, compare=False)
 
 
-_FIELDS: Final = tuple(field.name for field in fields(FrameHead) if field.name != "seed")
+_FIELDS: Final = tuple(each.name for each in fields(FrameHead) if each.name not in {"seed", "keep"})
 
 
 def pack_head(head: FrameHead, *, size: int, segments: int) -> np.ndarray:
@@ -82,7 +85,7 @@ def pack_head(head: FrameHead, *, size: int, segments: int) -> np.ndarray:
         OverflowError: a field does not fit.
     """
     row = np.zeros(1, HEAD)
-    row["magic"], row["format"], row["flags"] = MAGIC, FORMAT, _SEED * head.seed
+    row["magic"], row["format"], row["flags"] = MAGIC, FORMAT, _SEED * head.seed + _KEEP * head.keep
     row["size"], row["segments"] = size, segments
     for name in _FIELDS:
         row[name] = getattr(head, name)
@@ -101,14 +104,14 @@ def unpack_head(start: np.ndarray, size: int) -> dict[str, Any]:
     for name, expected in (("magic", MAGIC), ("format", FORMAT), ("size", size), ("zero", 0)):
         if row[name] != expected:
             raise FrameError(f"not a frame, or one cut short: its {name} is wrong", expected=expected, got=row[name], fix=AGAIN)
-    if row["flags"] > _SEED:
-        raise FrameError("a frame has flags of a later format", expected="0 or 1", got=row["flags"], fix=AGAIN)
+    if row["flags"] not in {0, _SEED, _KEEP}:
+        raise FrameError("a frame has flags of a later format", expected="0, 1 or 2", got=row["flags"], fix=AGAIN)
     return row
 
 
 def head_of(row: dict[str, Any]) -> FrameHead:
     """Return what an unpacked head says."""
-    return FrameHead(**{name: row[name] for name in _FIELDS}, seed=row["flags"] == _SEED)
+    return FrameHead(**{name: row[name] for name in _FIELDS}, seed=row["flags"] == _SEED, keep=row["flags"] == _KEEP)
 
 
 def read_head(frame: Tensor) -> FrameHead:

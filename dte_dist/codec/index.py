@@ -10,21 +10,23 @@ that names it on the wire; `codec.choose` says which is taken. To add one, write
 | 2 | `u16` | per block of 65536 elements a uint32 count, then a uint16 offset in its block for each position |
 | 3 | `ef` | Elias-Fano: `low` bits of each position as they are, the rest as differences in unary |
 | 4 | `bitmap` | a bit for each element |
+| 5 | `again` | a bit for each position that the delta before had here; the others as `ef` |
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.codec.head import AGAIN
+from dte_dist.codec import head
 from dte_dist.errors import FrameError
 from dte_dist.kernels.planes import MOST_LOW, ef_size, words
 
-__all__ = ["BITMAP", "DENSE", "EF", "I32", "INDEX_CODECS", "U16", "IndexCodec", "Verdict", "check_size"]
+__all__ = ["AGAIN", "BITMAP", "DENSE", "EF", "I32", "INDEX_CODECS", "U16", "Again", "IndexCodec", "Verdict", "check_size"]
 
 Verdict = bool | Tensor
 """Whether a stream is sound; a bool tensor of no dimension where only the device knows yet (see `kernels`)."""
@@ -146,8 +148,79 @@ class Bitmap:
         return kernels.codecs_on(stream.device).decode_bitmap(stream, count, length)
 
 
-DENSE, I32, U16, EF, BITMAP = Dense(), Int32(), Blocks(), EliasFano(), Bitmap()
-_CODECS: Final[tuple[IndexCodec, ...]] = (DENSE, I32, U16, EF, BITMAP)
+_WITHOUT: Final = "nothing of it was applied; sync again, the next delta does without"
+
+
+class Again:
+    """A bit for each position that the delta before had in this segment; the best where most of them change again, step after step.
+
+    Unlike the others it is made for one segment: both ends have to know the positions of the delta before.
+
+    Args:
+        previous: int32, strictly increasing, counted from the start of the segment, at least one; None if they are not known.
+        positions: those to write.
+    """
+
+    number, name = 5, "again"
+
+    def __init__(self, previous: Tensor | None = None, positions: Tensor | None = None) -> None:
+        self._previous, self._positions = previous, positions
+
+    @property
+    def _known(self) -> Tensor:
+        """Return the previous positions."""
+        if self._previous is None:
+            what = "a frame counts on the positions of the delta before, which are not known here"
+            raise FrameError(what, expected="another index codec", got=f"{self.name} without a history", fix=_WITHOUT)
+        return self._previous
+
+    @cached_property
+    def _split(self) -> tuple[Tensor, Tensor]:
+        """Return the plane and the new positions; one pass over all of them."""
+        if self._positions is None:
+            raise ValueError(f"codec {self.name} has no positions to write")
+        plane, fresh = kernels.codecs_on(self._known.device).split_again(self._known, self._positions)
+        return plane, fresh
+
+    def least(self, count: int, length: int) -> int:
+        """Return bytes that the stream takes at least, however many of the positions come again."""
+        known = len(self._known)
+        return words(known) + _size_of_fresh(max(count - known, 0), length)
+
+    def size(self, count: int, length: int) -> int:
+        return words(len(self._known)) + _size_of_fresh(len(self._split[1]), length)
+
+    def encode(self, positions: Tensor, length: int) -> tuple[Tensor, int]:
+        plane, fresh = self._split
+        if not len(fresh):
+            return plane, 0
+        stream, low = EF.encode(fresh, length)
+        return torch.cat([plane, stream]), low
+
+    def decode(self, stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor | None, Verdict]:
+        known, at, codecs = self._known, words(len(self._known)), kernels.codecs_on(stream.device)
+        if len(stream) < at:
+            check_size(self.name, stream, at)
+        plane = stream[:at]
+        again: int = codecs.count_again(plane, len(known))
+        if not 0 <= again <= count:
+            what, got = f"a stream of codec {self.name} is not sound", "others" if again < 0 else again
+            raise FrameError(what, expected=f"up to {count} of {len(known)} that come again", got=got, fix=head.AGAIN)
+        fresh = count - again
+        _check_low(self.name, low, MOST_LOW if fresh else 0)
+        check_size(self.name, stream, at + (ef_size(fresh, length, low) if fresh else 0))
+        others, sound = codecs.decode_ef(stream[at:], fresh, length, low) if fresh else (known[:0], True)
+        positions = codecs.join_again(known, plane, others, count)
+        return positions, sound & kernels.on(stream.device).sorted_below(positions, length)
+
+
+def _size_of_fresh(count: int, length: int) -> int:
+    """Return the bytes of positions that did not change the time before."""
+    return EF.size(count, length) if count else 0
+
+
+DENSE, I32, U16, EF, BITMAP, AGAIN = Dense(), Int32(), Blocks(), EliasFano(), Bitmap(), Again()
+_CODECS: Final[tuple[IndexCodec, ...]] = (DENSE, I32, U16, EF, BITMAP, AGAIN)
 INDEX_CODECS: Final[dict[int, IndexCodec]] = {codec.number: codec for codec in _CODECS}
 
 
@@ -155,9 +228,9 @@ def check_size(name: str, stream: Tensor, size: int) -> None:
     """Raise FrameError unless a stream of the codec `name` has `size` bytes."""
     if stream.numel() != size:
         what = f"a stream of codec {name} has the wrong size"
-        raise FrameError(what, expected=f"{size} bytes", got=f"{stream.numel()} bytes", fix=AGAIN)
+        raise FrameError(what, expected=f"{size} bytes", got=f"{stream.numel()} bytes", fix=head.AGAIN)
 
 
 def _check_low(name: str, low: int, most: int) -> None:
     if low > most:
-        raise FrameError(f"a stream of codec {name} cannot have so many low bits", expected=f"up to {most}", got=low, fix=AGAIN)
+        raise FrameError(f"a stream of codec {name} cannot have so many low bits", expected=f"up to {most}", got=low, fix=head.AGAIN)

@@ -207,7 +207,8 @@ class Sync:
                     receiver.commit(decision.version, decision.onward)
         if source is not None:
             with self._phases("commit"):
-                error = error_of(lambda: source.commit(decision.version, decision.onward, full=False)) or error
+                follow = not decision.seeded
+                error = error_of(lambda: source.commit(decision.version, decision.onward, full=False, all_follow=follow)) or error
         return error
 
     def _stream_seed(self, decision: Decision) -> None:

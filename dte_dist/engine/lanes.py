@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.snapshot import Changed, Snapshot
-from dte_dist.codec import FAST, Chooser, FrameWriter
+from dte_dist.codec import FAST, Chooser, FrameWriter, History
 from dte_dist.engine.chain import Step
 from dte_dist.engine.joined import join_alike
 from dte_dist.plan.remap import Remap
@@ -74,8 +74,15 @@ class Lanes(ABC):
     chunks: Sequence[tuple[int, Chunk]]
 
     @abstractmethod
-    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
-        """Return an empty outbox for a delta that makes `step`, on top of what is known; `chooser` chooses its codecs."""
+    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST, history: History | None = None) -> Outbox:
+        """Return an empty outbox for a delta that makes `step`, on top of what is known.
+
+        Args:
+            step: from which version to which.
+            known: the snapshot.
+            chooser: of the codecs.
+            history: positions of the delta before, and where those of this one are noted.
+        """
 
     @abstractmethod
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
@@ -94,8 +101,8 @@ class RelayLanes(Lanes):
         self._source, self._count = source, len(chunks)
         self.chunks = [(0, chunk) for chunk in chunks]
 
-    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
-        return _RelayOutbox(self._source, [chunk for _, chunk in self.chunks], step, known, chooser)
+    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST, history: History | None = None) -> Outbox:
+        return _RelayOutbox(self._source, [chunk for _, chunk in self.chunks], step, known, chooser, history=history)
 
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
         writer = FrameWriter(step.head(self._source, self._count, chunk), known.device)
@@ -105,10 +112,12 @@ class RelayLanes(Lanes):
 
 
 class _RelayOutbox(Outbox):
-    def __init__(self, source: int, chunks: Sequence[Chunk], step: Step, known: Snapshot, chooser: Chooser) -> None:
+    def __init__(
+        self, source: int, chunks: Sequence[Chunk], step: Step, known: Snapshot, chooser: Chooser, *, history: History | None
+    ) -> None:
         super().__init__()
         self._source, self._chunks, self._step = source, chunks, step
-        self._known, self._chooser = known, chooser
+        self._known, self._chooser, self._history = known, chooser, history
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
@@ -134,7 +143,7 @@ class _RelayOutbox(Outbox):
     def _next(self) -> FrameWriter:
         """Return a writer of the next frame."""
         head = self._step.head(self._source, len(self._chunks), self._chunks[len(self._frames)])
-        return FrameWriter(head, self._known.device, self._chooser)
+        return FrameWriter(head, self._known.device, self._chooser, self._history)
 
     def _finish(self) -> None:
         writer, self._writer = self._writer or self._next(), None
@@ -184,12 +193,13 @@ class PairLanes(Lanes):
         self._own = frozenset(number for number, lane in lanes.items() if lane.is_own_space)
         self.chunks = [(number, chunk) for number, lane in sorted(lanes.items()) for chunk in lane.chunks]
 
-    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST) -> Outbox:
+    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST, history: History | None = None) -> Outbox:
         def alone(number: int) -> _RelayOutbox:
-            return _RelayOutbox(self._source, self._lanes[number].chunks, step_of_lane(step, number), known, chooser)
+            return _RelayOutbox(self._source, self._lanes[number].chunks, step_of_lane(step, number), known, chooser, history=history)
 
         translated = {number: lane for number, lane in self._lanes.items() if number not in self._own}
-        return _PairOutbox(self._source, translated, step, known, chooser, direct={number: alone(number) for number in self._own})
+        direct = {number: alone(number) for number in self._own}
+        return _PairOutbox(self._source, translated, step, known, chooser, direct=direct, history=history)
 
     def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
         lane_ = self._lanes[lane]
@@ -220,11 +230,11 @@ class _PairOutbox(Outbox):
 
     def __init__(
         self, source: int, lanes: Mapping[int, PairLane], step: Step, known: Snapshot, chooser: Chooser,
-        *, direct: Mapping[int, _RelayOutbox],
+        *, direct: Mapping[int, _RelayOutbox], history: History | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, chooser
-        self._direct = direct
+        self._history, self._direct = history, direct
         self._found: dict[tuple[int, int], _Found] = {}
 
     def add(self, width: int, changed: Changed) -> None:
@@ -270,7 +280,7 @@ class _PairOutbox(Outbox):
         positions, values = found.sorted()
         relative = self._chooser.relative(values.element_size())
         for chunk, cuts in zip(chunks, _cut([list(chunk.segments()) for chunk in chunks], positions, 0), strict=True):
-            writer = FrameWriter(step.head(self._source, len(lane.chunks), chunk), device, self._chooser)
+            writer = FrameWriter(step.head(self._source, len(lane.chunks), chunk), device, self._chooser, self._history)
             for cut in cuts:
                 here, held = (positions[cut.here] - cut.first).to(torch.int32), values[cut.here]
                 wide = kernels.codecs_on(device).widen(held) if relative else held

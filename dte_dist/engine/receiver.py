@@ -5,6 +5,8 @@
    The first error is kept in `error` and the rest of the sync is only drained, so that the ranks stay in step.
 3. `apply`, after the vote, writes what is staged. A receiver that fails inside it is dirty: it has no version until it is seeded.
 4. `commit` moves to the new version; `rollback` forgets what is staged.
+
+Where frames ask for it, the positions of the last delta stay known (`codec.history`), for the next one to count on.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from dte_dist.change.flat import FlatTensors
-from dte_dist.codec import FrameHead, Segment, read_frame
+from dte_dist.codec import FrameHead, History, Segment, read_frame
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.errors import FrameError
 from dte_dist.layout import Layout, LocalTensors
@@ -51,6 +53,7 @@ class ReceiverState:
             for width, space in self._spaces.items()
         }  # fmt: skip
         self._staged = StagedPatch()
+        self._history = History()
         self._targets: Mapping[int, Target] = {}
         self._local: LocalTensors | None = None
         self.disturbed = False
@@ -62,6 +65,7 @@ class ReceiverState:
             remaps: by width and source, tables from the space that frames count in; None for the sources' own spaces.
         """
         self._staged.clear()
+        self._history.forget()
         self.error = None
         local = self._local = self._layout.read()
         self.disturbed = self.chain.version != NONE and self.chain.marks not in (None, local.marks())
@@ -86,7 +90,7 @@ class ReceiverState:
             self.error = error
 
     def _take(self, frame: Tensor, expected: FrameHead) -> None:
-        segments = read_frame(frame, expected)
+        segments = read_frame(frame, expected, self._history)
         target = self._targets.get(expected.width)
         if target is None:
             return
@@ -112,12 +116,14 @@ class ReceiverState:
     def commit(self, version: int, stream: int, *, full: bool = False) -> None:
         """Move to `version`."""
         self.chain.move(version, stream, full=full)
+        self._history.commit(version, stream)
         self.chain.marks = self._local.marks() if self._local is not None else None
         self.rollback()
 
     def rollback(self) -> None:
         """Forget what is staged."""
         self._staged.clear()
+        self._history.forget()
         self._targets = {}
         self._local = None
         self.error = None

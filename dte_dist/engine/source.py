@@ -17,7 +17,7 @@ from torch import Tensor
 from dte_dist.change.flat import FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
-from dte_dist.codec import FAST, Chooser, dense_size
+from dte_dist.codec import FAST, Chooser, History, dense_size
 from dte_dist.engine.chain import NONE, Chain, Step
 from dte_dist.engine.lanes import Lanes, Outbox, RelayLanes
 from dte_dist.layout import Layout, LocalTensors
@@ -62,6 +62,7 @@ class SourceState:
         self._lanes: Lanes = self.relay
         self._outbox: Outbox | None = None
         self._frames: list[Tensor] = []
+        self._history = History()
 
     def prepare(
         self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None,
@@ -86,12 +87,13 @@ class SourceState:
                 self.snapshot = Snapshot(totals, device, SEGMENT)
         if self.snapshot.device != device:
             self.snapshot.move(device)
+            self._history.drop()
         self._lanes = self.relay if lanes is None else lanes
         if full:
             self._take_over(live, self.snapshot, phases)
         else:
             step = Step(self._schema, self.chain.stream, self.chain.version, version)
-            self._outbox = self._lanes.outbox(step, self.snapshot, chooser)
+            self._outbox = self._lanes.outbox(step, self.snapshot, chooser, self._history)
             self._find(live, self.snapshot, self._outbox, phases, detector)
             with phases("encode"):
                 self._frames = self._outbox.close()
@@ -100,6 +102,7 @@ class SourceState:
     def _take_over(self, live: Mapping[int, LiveSpace], snapshot: Snapshot, phases: Phases) -> None:
         # From here on the snapshot is ahead of the receivers: only a full sync may follow.
         self.chain.version = NONE
+        self._history.drop()
         with phases("detect"):
             chunks = self._schedule.chunks(self._rank)
             snapshot.refresh(live, ((chunk.width, first, length) for chunk in chunks for first, length in chunk.segments()))
@@ -140,17 +143,37 @@ class SourceState:
 
     def detach(self) -> None:
         """Keep the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
-        self.chain.version = NONE
-        self._known().settle()
-        self._drop()
+        self._settle()
+        self._history.drop()
 
-    def commit(self, version: int, stream: int, *, full: bool) -> None:
-        """Move to `version`: the receivers have what was prepared, as the snapshot has."""
-        self.detach()
+    def commit(self, version: int, stream: int, *, full: bool, all_follow: bool = False) -> None:
+        """Move to `version`: the receivers have what was prepared, as the snapshot has.
+
+        Args:
+            version, stream: that this sync makes.
+            full: it was not a delta.
+            all_follow: every receiver of the channel took the delta: its positions are known to all, and the next one may count on them.
+
+        A receiver gets the next delta only if it holds `version` of `stream`. This sync alone makes these, and whoever came to them through
+        it took the delta, read it to the end, and committed what it noted together with the version. It keeps that until it commits
+        another version, which never is this one again. A receiver that failed after the vote, was closed or is new has no version, or
+        has none of this channel's. So the history that the next delta counts on is held by all that follow, unless this source
+        prepares in vain in between: then it is dropped (`rollback`), and so it is by whatever moves the snapshot in another way.
+        """
+        self._settle()
+        if all_follow and not full:
+            self._history.commit(version, stream)
+        else:
+            self._history.drop()
         self.chain.move(version, stream, full=full)
 
     def rollback(self) -> None:
-        """Forget what was prepared, unless it was committed: the snapshot is as it was, or has no version if that cannot be done."""
+        """Forget what was prepared, unless it was committed: the snapshot is as it was, or has no version if that cannot be done.
+
+        The next delta counts on no history then: if that was what went wrong, trying again must not go wrong again.
+        """
+        if self._outbox is not None:
+            self._history.drop()
         if self.snapshot is not None:
             self.snapshot.undo()
             if self.snapshot.torn:
@@ -158,6 +181,12 @@ class SourceState:
         self._drop()
         self.error = None
         self.changed, self.codecs = 0, {}
+
+    def _settle(self) -> None:
+        """Let the snapshot be what it is, without a version yet."""
+        self.chain.version = NONE
+        self._known().settle()
+        self._drop()
 
     def _drop(self) -> None:
         self._outbox, self._frames = None, []

@@ -32,6 +32,8 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `encode_ef(positions, length, low) -> stream` | positions below `length`, `low` bits of each as they are |
 | `decode_ef(stream, count, length, low) -> (positions, bool)` | the reverse, and whether the stream is sound |
 | `encode_bitmap(positions, length)`, `decode_bitmap(stream, count, length)` | the same as a bit for each element |
+| `split_again(previous, positions) -> (plane, fresh)` | which of some previous positions are among others, as bits, and which of the others are new |
+| `count_again(plane, size)`, `join_again(previous, plane, fresh, count) -> positions` | how many bits are set; the reverse |
 | `distances(old, new) -> distances` | how far bits have moved, element by element, as int32 |
 | `measure(distances) -> Classes`, `plan(classes, width, zeros) -> Planes` | how many there are of each size, and how they, and as many distances of 0, are best written as planes; `plan` and `best_low` are the host's, `codecs_on("cpu")` |
 | `encode_planes(classes, width, plan)`, `decode_planes(stream, count, dtype, plan) -> (distances, bool)` | distances as planes of bits |

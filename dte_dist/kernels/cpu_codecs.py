@@ -1,4 +1,4 @@
-"""Kernels of the codecs for CPU tensors; the loops are in `kernels.codec_loops`.
+"""Kernels of the codecs for CPU tensors; the loops are in `kernels.codec_loops` and `kernels.again_loops`.
 
 Encoders return new uint8; what they are given may be used again at once. Decoders take any bytes of the right size, and return what they
 read together with whether it is sound; where it is not, they have read and written only what is theirs.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import Flat, Tables, codec_loops, cpu_remap, loops, remap_loops
+from dte_dist.kernels import Flat, Tables, again_loops, codec_loops, cpu_remap, loops, remap_loops
 from dte_dist.kernels import cpu_arrays as arrays
 from dte_dist.kernels.cpu_arrays import SAMPLES, address
 from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size, padded, words
@@ -20,9 +20,9 @@ from dte_dist.kernels.threads import split
 from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
 
 __all__ = [
-    "add", "best_low", "collect", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances",
-    "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "patch", "plan", "scatter_add",
-    "subtract", "warm", "widen",
+    "add", "best_low", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8",
+    "distances", "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "join_again", "measure", "moved", "narrow", "patch",
+    "plan", "scatter_add", "split_again", "subtract", "warm", "widen",
 ]  # fmt: skip
 
 
@@ -199,6 +199,38 @@ def _read_ef(at: int, count: int, length: int, low: int, positions: int) -> bool
     return loops.sorted_below(np.int32(0), positions, count, length)
 
 
+def split_again(previous: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a bit for each previous position, set if it is one of `positions`, and those of `positions` that are new.
+
+    Args:
+        previous, positions: int32, ascending.
+    """
+    size, count = len(previous), len(positions)
+    plane = torch.zeros(words(size), dtype=torch.uint8, device="cpu")
+    fresh = torch.empty(count, dtype=torch.int32, device="cpu")
+    where = address(previous, dtype=torch.int32), size, address(positions, dtype=torch.int32), count
+    return plane, fresh[: again_loops.split_again(*where, plane.data_ptr(), fresh.data_ptr())]
+
+
+def count_again(plane: Tensor, size: int) -> int:
+    """Return how many bits of `size` are set; -1 if one beyond them is."""
+    return again_loops.count_again(address(plane, words(size), torch.uint8), size)
+
+
+def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Tensor:
+    """Return the previous positions whose bit is set and the fresh ones, together in order; they are `count` in number.
+
+    Args:
+        previous: int32, ascending; as many as `split_again` was given.
+        plane: what it returned, or any bits of which `count_again` finds `count - len(fresh)` set.
+        fresh: int32; the result is in order if these are, and if none of the others is among them.
+    """
+    positions, size = torch.empty(count, dtype=torch.int32, device="cpu"), len(previous)
+    bits = address(previous, dtype=torch.int32), size, address(plane, words(size), torch.uint8)
+    again_loops.join_again(*bits, address(fresh, dtype=torch.int32), len(fresh), positions.data_ptr(), count)
+    return positions
+
+
 def measure(distances: Tensor) -> Classes:
     """Count int32 distances by size."""
     numbers = np.empty(165, np.int64)
@@ -287,6 +319,7 @@ def warm(widths: Iterable[int]) -> None:
     """Compile every loop of the codecs by running it on a few elements; those for single elements for these widths."""
     few, away = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([0, 1, 2], [1, 700, -3]))
     decode_ef(encode_ef(few, 99, 1), 3, 99, 1)
+    join_again(few, split_again(few, few)[0], few[:0], count_again(split_again(few, few)[0], 3))
     decode_ulp8(encode_ulp8(away, 2, count_ulp8(away)), 3, torch.int16, 1)
     classes = measure(away)
     chosen = plan(classes, 2)

@@ -1,8 +1,9 @@
 """The kernels of the codecs with plain torch ops, for tensors of any device; the functions are those of `kernels.cpu_codecs`.
 
 They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places of the bits that are
-set are found by their ranks, and whether a stream was sound stays on the device. Of the others, `measure`, `moved` and `encode_ulp8`
-wait once, `scatter_add` and `collect` twice, to learn which tensors they meet, and `encode_planes` three times, for counts.
+set are found by their ranks, and whether a stream was sound stays on the device; only of `again`, `count_again` has to wait once.
+Of the others, `measure`, `moved`, `split_again` and `encode_ulp8` wait once, `scatter_add` and `collect` twice, to learn which tensors
+they meet, and `encode_planes` three times, for counts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dte_dist.kernels import Flat, Tables, torch_ops, torch_remap
 from dte_dist.kernels.planes import CLASSES, FURTHEST, Classes, Planes, ef_size, words
 
 __all__ = [
-    "add", "collect", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances", "encode_bitmap",
-    "encode_ef", "encode_planes", "encode_ulp8", "measure", "moved", "narrow", "patch", "scatter_add", "subtract", "widen",
+    "add", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances",
+    "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "join_again", "measure", "moved", "narrow", "patch", "scatter_add",
+    "split_again", "subtract", "widen",
 ]  # fmt: skip
 
 _GATHER: Final = 0x0102040810204080
@@ -122,6 +124,30 @@ def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor
     return positions.to(torch.int32), sound & torch_ops.sorted_below(positions, length)
 
 
+def split_again(previous: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a bit for each previous position, set if it is one of `positions`, and those of `positions` that are new. Waits once."""
+    return _packed(_padded(_among(previous, positions).to(torch.uint8), 64)), positions[~_among(positions, previous)]
+
+
+def _among(values: Tensor, others: Tensor) -> Tensor:
+    """Return which values are among others, which ascend."""
+    if not len(others):
+        return torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    return others[torch.searchsorted(others, values).clamp_(max=len(others) - 1)] == values
+
+
+def count_again(plane: Tensor, size: int) -> int:
+    """Return how many bits of `size` are set; -1 if one beyond them is. Waits once."""
+    flags = _unpacked(plane)
+    return int(torch.where(flags[size:].any(), -1, flags.sum()))
+
+
+def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Tensor:
+    """Return the previous positions whose bit is set and the fresh ones, together in order; they are `count` in number."""
+    again, _ = _ranks(_unpacked(plane)[: len(previous)], count - len(fresh))
+    return torch.cat([previous[again], fresh]).sort()[0]
+
+
 def measure(distances: Tensor) -> Classes:
     """Count int32 distances by size. Waits once."""
     count = len(distances)
@@ -214,9 +240,9 @@ def _bytes_of(distances: Tensor, width: int) -> Tensor:
     return distances.to(_SIGNED[width]).view(torch.uint8)
 
 
-def _padded(stream: Tensor) -> Tensor:
-    """Fill a stream with zeros up to a multiple of 8 bytes."""
-    return torch.nn.functional.pad(stream, (0, -len(stream) % 8))
+def _padded(stream: Tensor, multiple: int = 8) -> Tensor:
+    """Fill a stream with zeros up to a multiple of some bytes."""
+    return torch.nn.functional.pad(stream, (0, -len(stream) % multiple))
 
 
 def _plane(places: Tensor, count: int) -> Tensor:
