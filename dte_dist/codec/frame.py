@@ -23,7 +23,7 @@ from dte_dist.change.flat import BITS
 from dte_dist.codec import head as heads
 from dte_dist.codec.choose import FAST, Chooser
 from dte_dist.codec.head import AGAIN, CHECKSUM_WORD, ENTRY, HEAD, FrameHead
-from dte_dist.codec.index import DENSE, INDEX_CODECS, IndexCodec, Verdict
+from dte_dist.codec.index import DENSE, INDEX_CODECS, U16, IndexCodec, Verdict
 from dte_dist.codec.value import MOST_RELATIVE, NO_TERMS, RAW, VALUE_CODECS, Terms, ValueCodec, Values
 from dte_dist.errors import FrameError
 
@@ -43,6 +43,7 @@ class Segment:
         positions: int32, strictly increasing, counted from `first`; None if all elements are present.
         values: one per position, as an integer of the width: a bit pattern, or a distance.
         relative: the values are distances from the bits that are there (see `kernels.cpu_codecs`).
+        packed: the positions are a stream of codec u16, which has been checked, instead.
     """
 
     first: int
@@ -50,6 +51,21 @@ class Segment:
     positions: Tensor | None
     values: Tensor
     relative: bool = False
+    packed: bool = False
+
+    def unpacked(self) -> Tensor:
+        """Return the positions as int32, whatever they are.
+
+        Raises:
+            ValueError: all elements are present.
+        """
+        if self.positions is None:
+            raise ValueError("a whole segment has no positions")
+        if not self.packed:
+            return self.positions
+        positions = torch.empty(len(self.values), dtype=torch.int32, device=self.positions.device)
+        kernels.on(positions.device).decode_u16(self.positions, len(self.values), self.length, positions)
+        return positions
 
 
 def dense_size(lengths: Iterable[int], width: int) -> int:
@@ -201,12 +217,13 @@ class _Entry:
     value_at: slice
 
 
-def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
+def read_frame(frame: Tensor, expect: FrameHead, *, packed: bool = False) -> list[Segment]:
     """Prove a frame sound and read it.
 
     Args:
         frame: uint8, on any device; segments may share its memory.
         expect: what its head must say.
+        packed: streams of codec u16 are checked, but left as they are, for kernels that read them so.
 
     Returns:
         The segments in ascending order, at least one. A frame of no bytes stands for no changes and is not read.
@@ -231,7 +248,7 @@ def read_frame(frame: Tensor, expect: FrameHead) -> list[Segment]:
     segments: list[Segment] = []
     verdicts: list[Verdict] = []
     for entry in entries:
-        segment, *sound = _decode(frame, entry, BITS[head.width])
+        segment, *sound = _decode(frame, entry, BITS[head.width], packed)
         segments.append(segment)
         verdicts += sound
     answers = _answers(verdicts)  # once, after all streams have been read
@@ -276,11 +293,13 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
     return entries
 
 
-def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype) -> tuple[Segment, Verdict, Verdict]:
+def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype, packed: bool) -> tuple[Segment, Verdict, Verdict]:
     """Read the streams of a segment; return it, and whether each was sound."""
-    positions, ordered = entry.index.decode(frame[entry.index_at], entry.count, entry.length, entry.low)
+    stream, shape = frame[entry.index_at], (entry.count, entry.length, entry.low)
+    packed = packed and entry.index is U16
+    positions, ordered = (stream, U16.check(stream, *shape)) if packed else entry.index.decode(stream, *shape)
     values, sound = entry.value.decode(frame[entry.value_at], entry.count, dtype, entry.terms)
-    return Segment(entry.first, entry.length, positions, values, entry.value.relative), ordered, sound
+    return Segment(entry.first, entry.length, positions, values, entry.value.relative, packed), ordered, sound
 
 
 def _answers(verdicts: list[Verdict]) -> list[bool]:

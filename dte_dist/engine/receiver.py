@@ -86,7 +86,7 @@ class ReceiverState:
             self.error = error
 
     def _take(self, frame: Tensor, expected: FrameHead) -> None:
-        segments = read_frame(frame, expected)
+        segments = read_frame(frame, expected, packed=True)
         target = self._targets.get(expected.width)
         if target is None:
             return
