@@ -122,7 +122,7 @@ class Snapshot:
     def __init__(self, totals: Mapping[int, int], device: torch.device, segment: int) -> None:
         self.bits = {width: kernels.empty(total, BITS[width], device) for width, total in totals.items()}
         self.torn = False
-        self._segment, self._before = segment, list[_Before]()
+        self._segment, self._at_once, self._before = segment, _RANGE, list[_Before]()
         self.move(device)
 
     def move(self, device: torch.device) -> None:
@@ -151,14 +151,14 @@ class Snapshot:
         if width not in self._rooms:
             most = min(len(self.bits[width]), _RANGE * self._segment)
             self._rooms[width] = _Room.of(min(len(self.bits[width]), _WAVE + most), width, self.device)
-        wave, filled, segments = list[Changed](), 0, 1
+        wave, filled = list[Changed](), 0
         for begin, length in spans:
             first = begin
             while first < begin + length:
-                size = min(segments * self._segment, begin + length - first)
+                size = min(self._at_once * self._segment, begin + length - first)
                 wave.append(self._take_over(live, width, (first, size), self._rooms[width].after(filled), detector))
                 count, first = len(wave[-1]), first + size
-                filled, segments = filled + count, _RANGE if _SPARSE * count < size else 1
+                filled, self._at_once = filled + count, _RANGE if _SPARSE * count < size else 1
                 if filled >= _WAVE:
                     yield self._noted(width, wave)
                     wave, filled = [], 0

@@ -24,7 +24,7 @@ from dte_dist.codec import head as heads
 from dte_dist.codec.choose import FAST, Chooser
 from dte_dist.codec.head import AGAIN, CHECKSUM_WORD, ENTRY, HEAD, FrameHead
 from dte_dist.codec.history import History, Places
-from dte_dist.codec.index import DENSE, INDEX_CODECS, Again, IndexCodec, Verdict
+from dte_dist.codec.index import DENSE, INDEX_CODECS, U16, Again, IndexCodec, Verdict
 from dte_dist.codec.value import MOST_RELATIVE, NO_TERMS, RAW, VALUE_CODECS, Terms, ValueCodec, Values
 from dte_dist.errors import FrameError
 
@@ -44,6 +44,7 @@ class Segment:
         positions: int32, strictly increasing, counted from `first`; None if all elements are present.
         values: one per position, as an integer of the width: a bit pattern, or a distance.
         relative: the values are distances from the bits that are there (see `kernels.cpu_codecs`).
+        packed: the positions are a stream of codec u16, which has been checked, instead.
     """
 
     first: int
@@ -51,6 +52,21 @@ class Segment:
     positions: Tensor | None
     values: Tensor
     relative: bool = False
+    packed: bool = False
+
+    def unpacked(self) -> Tensor:
+        """Return the positions as int32, whatever they are.
+
+        Raises:
+            ValueError: all elements are present.
+        """
+        if self.positions is None:
+            raise ValueError("a whole segment has no positions")
+        if not self.packed:
+            return self.positions
+        positions = torch.empty(len(self.values), dtype=torch.int32, device=self.positions.device)
+        kernels.on(positions.device).decode_u16(self.positions, len(self.values), self.length, positions)
+        return positions
 
 
 def dense_size(lengths: Iterable[int], width: int) -> int:
@@ -214,13 +230,14 @@ class _Entry:
     value_at: slice
 
 
-def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None) -> list[Segment]:
+def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None, *, packed: bool = False) -> list[Segment]:
     """Prove a frame sound and read it.
 
     Args:
         frame: uint8, on any device; segments may share its memory.
         expect: what its head must say.
         history: of what was read from this source; if the frame asks for it, its positions are noted there, and must stay as they are.
+        packed: streams of codec u16 are checked, but left as they are, for kernels that read them so; not of positions that are noted.
 
     Returns:
         The segments in ascending order, at least one. A frame of no bytes stands for no changes and is not read.
@@ -244,16 +261,16 @@ def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None)
     entries = _read_table(frame, start, row["segments"], head)
     segments: list[Segment] = []
     verdicts: list[Verdict] = []
-    before = history.before(head) if history is not None else None
+    before, noted = (history.before(head), head.keep) if history is not None else (None, False)
     for entry in entries:
-        segment, *sound = _decode(frame, entry, BITS[head.width], before)
+        segment, *sound = _decode(frame, _after(entry, before, frame.device), BITS[head.width], packed and not noted)
         segments.append(segment)
         verdicts += sound
     answers = _answers(verdicts)  # once, after all streams have been read
     if not all(answers):
         entry = entries[answers.index(False) // 2]
         raise _bad_segment(f"codecs {entry.index.name}, {entry.value.name} at element {entry.first}", "sound streams, positions in order")
-    if head.keep and history is not None:
+    if noted and history is not None:
         for segment in segments:
             if segment.positions is not None:
                 history.note(head, segment.first, segment.length, segment.positions)
@@ -295,15 +312,19 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
     return entries
 
 
-def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype, before: Places | None) -> tuple[Segment, Verdict, Verdict]:
+def _after(entry: _Entry, before: Places | None, device: torch.device) -> _Entry:
+    """Return an entry that knows the positions of the delta before, if its codec counts on them."""
+    previous = before.within(entry.first, entry.length) if before is not None and isinstance(entry.index, Again) else None
+    return entry if previous is None else replace(entry, index=Again(previous.to(device)))
+
+
+def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype, packed: bool) -> tuple[Segment, Verdict, Verdict]:
     """Read the streams of a segment; return it, and whether each was sound."""
-    index = entry.index
-    if isinstance(index, Again) and before is not None:
-        previous = before.within(entry.first, entry.length)
-        index = Again(previous if previous is None else previous.to(frame.device))
-    positions, ordered = index.decode(frame[entry.index_at], entry.count, entry.length, entry.low)
+    stream, shape = frame[entry.index_at], (entry.count, entry.length, entry.low)
+    packed = packed and entry.index is U16
+    positions, ordered = (stream, U16.check(stream, *shape)) if packed else entry.index.decode(stream, *shape)
     values, sound = entry.value.decode(frame[entry.value_at], entry.count, dtype, entry.terms)
-    return Segment(entry.first, entry.length, positions, values, entry.value.relative), ordered, sound
+    return Segment(entry.first, entry.length, positions, values, entry.value.relative, packed), ordered, sound
 
 
 def _answers(verdicts: list[Verdict]) -> list[bool]:

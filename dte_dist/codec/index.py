@@ -111,6 +111,17 @@ class Blocks:
         positions = torch.empty(count, dtype=torch.int32, device=stream.device)
         return positions, kernels.on(stream.device).decode_u16(stream, count, length, positions)
 
+    def check(self, stream: Tensor, count: int, length: int, low: int) -> Verdict:
+        """Say of a stream what `decode` does, without reading it.
+
+        Raises:
+            FrameError: as `decode`.
+        """
+        check_size(self.name, stream, self.size(count, length))
+        _check_low(self.name, low, 0)
+        sound: Verdict = kernels.on(stream.device).check_u16(stream, count, length)
+        return sound
+
 
 class EliasFano:
     """Within half a bit for each position of what positions that are independent need at least; with the best number of low bits."""

@@ -11,7 +11,7 @@ from typing import Final
 
 __all__ = ["join_alike"]
 
-_MOST: Final = 1 << 16
+_MOST: Final = 1 << 17
 """Changes that are worth a segment of their own: the work on them stays within a core's cache."""
 
 _FEW: Final = 256

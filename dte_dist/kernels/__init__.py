@@ -12,7 +12,8 @@
 | `put(array, positions, bits)` | the same into one contiguous array |
 | `gather(array, positions) -> bits` | the reverse of `put` |
 | `encode_u16(positions, length) -> Tensor` | blocks of 65536: uint32 counts, then uint16 offsets, as bytes |
-| `decode_u16(stream, count, length, positions) -> bool` | the reverse; False if the counts or the order are not sound |
+| `check_u16(stream, count, length) -> bool` | whether the size, the counts and the order are sound |
+| `decode_u16(stream, count, length, positions) -> bool` | the reverse; False if it is not sound |
 | `sorted_below(positions, length) -> bool` | strictly increasing, none negative, none >= length |
 | `checksum(frame, skip) -> int` | 64 bits over all 8-byte words; word number `skip` counts as zero |
 
@@ -40,7 +41,7 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `narrow(distances, dtype)`, `widen(distances)` | int32 distances, which encoders take, to the dtype of bits, and back |
 | `count_ulp8(distances)`, `encode_ulp8(distances, width, others)`, `decode_ulp8(stream, count, dtype, escapes)` | distances as a byte each |
 | `scatter_add(flat, positions, distances)` | the same in a flat space; int64 positions in any order, each at most once |
-| `patch(remap, first, positions, values, flat, relative)` | `translate`, then `scatter` or `scatter_add` |
+| `patch(remap, first, positions, values, flat, relative, length)` | `translate`, then `scatter` or `scatter_add`; positions may be as `encode_u16` wrote them |
 | `moved(flat, positions, distances) -> bits` | what `scatter_add` would write |
 | `collect(remap, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
 | `add(bits, distances)`, `subtract(bits, known)` | element by element |

@@ -128,7 +128,7 @@ def _distance(_typing: Any, bits: Any, known: Any) -> Any:
 
 
 @intrinsic
-def _moved(_typing: Any, bits: Any, distance: Any) -> Any:
+def moved(_typing: Any, bits: Any, distance: Any) -> Any:
     """Return the bit pattern that is so far from another one."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -475,7 +475,7 @@ def scatter_add(sample, width, table, positions, distances, count, touched, out)
         for i in range(end - begin):
             some[i] = _at(there[i], sample)[0]
         for i in range(end - begin):
-            some[i] = _moved(some[i], distance[begin + i])
+            some[i] = moved(some[i], distance[begin + i])
         if out:
             for i in range(end - begin):
                 result[begin + i] = some[i]

@@ -20,7 +20,7 @@ from dte_dist.kernels.table import Table
 from dte_dist.kernels.threads import split
 
 __all__ = [
-    "advance", "checksum", "decode_u16", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm", "write",
+    "advance", "check_u16", "checksum", "decode_u16", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm", "write",
 ]  # fmt: skip
 
 _BLOCK: Final = 1 << 16
@@ -156,16 +156,24 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
     return stream
 
 
+def check_u16(stream: Tensor, count: int, length: int) -> bool:
+    """Return whether the size of a stream, its counts and the order of its positions are such as `encode_u16` writes; for any bytes."""
+    blocks = -(-length // _BLOCK)
+    if stream.numel() != 4 * blocks + 2 * count:
+        return False
+    return loops.check_u16(address(stream, dtype=torch.uint8), count, blocks, length)
+
+
 def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bool:
     """Read what `encode_u16` wrote into `positions` (int32[count]).
 
     Returns:
-        False if the size of the stream, its counts or the order of its positions are not sound; safe for any bytes.
+        What `check_u16` does; if that is False, nothing is read.
     """
-    blocks = -(-length // _BLOCK)
-    if stream.numel() != 4 * blocks + 2 * count:
+    if not check_u16(stream, count, length):
         return False
-    return loops.decode_u16(address(stream, dtype=torch.uint8), count, blocks, length, address(positions, count, torch.int32))
+    loops.decode_u16(stream.data_ptr(), count, -(-length // _BLOCK), address(positions, count, torch.int32))
+    return True
 
 
 def sorted_below(positions: Tensor, length: int) -> bool:

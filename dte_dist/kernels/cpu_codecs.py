@@ -68,26 +68,28 @@ def distances(old: Tensor, new: Tensor) -> Tensor:
     return out
 
 
-def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool) -> None:
+def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
     """Write values to where `flat`, a receiver's space, holds them; those that it does not hold are passed over.
 
     Args:
         remap: tables from the space that the positions count in.
         first: position that they count from.
-        positions: int32, ascending.
+        positions: int32, ascending; or, with `length`, uint8 that `check_u16` accepts.
         values: one for each: bits of the width of `flat`; distances to move what is there by if `relative`.
+        relative: they are distances.
+        length: of the segment that the positions are in.
 
     Raises:
         IndexError: the tables lead out of `flat`; some of the others have been written.
     """
-    count, width, sample, touched = len(positions), values.element_size(), SAMPLES[values.dtype], np.zeros(len(flat.tensors), np.bool_)
-    at, by, marks = address(positions, dtype=torch.int32), address(values, count, width=flat.width), touched.ctypes.data
+    count, width, sample, touched = len(values), values.element_size(), SAMPLES[values.dtype], np.zeros(len(flat.tensors), np.bool_)
+    at = address(positions, count, torch.int32) if length is None else address(positions, 2 * count, torch.uint8)
+    by, marks, blocks = address(values, width=flat.width), touched.ctypes.data, 0 if length is None else -(-length >> 16)
     tables, there = cpu_remap.tables_at(remap), arrays.bits_table(flat).address
 
     def part(low: int, high: int) -> bool:
-        entry = cpu_remap.entry_of(remap, first, positions, low) if high > low else 0
-        where = (at + 4 * low, by + width * low, high - low, there, marks, relative)
-        return remap_loops.patch(sample, width, tables, entry, first, *where)
+        entry = int(np.searchsorted(remap.end, first, side="right"))
+        return remap_loops.patch(sample, width, tables, entry, first, at, blocks, by, low, high, there, marks, relative)
 
     sound = all(split(part, count, least=arrays.RANDOM))
     arrays.bump(flat, np.flatnonzero(touched))

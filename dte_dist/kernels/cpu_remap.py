@@ -38,7 +38,7 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     table = tables_at(remap)
 
     def part(low: int, high: int) -> tuple[int, int]:
-        entry = entry_of(remap, first, positions, low) if high > low else 0
+        entry = int(np.searchsorted(remap.end, first + int(positions[low]) if high > low else first, side="right"))
         where = (at + 4 * low, old + width * low, high - low, to + 8 * low, new + width * low)
         return low, remap_loops.translate(sample, width, table, entry, first, *where)
 
@@ -73,11 +73,6 @@ def copy(remap: Tables, first: int, bits: Tensor, table: Table, inward: bool) ->
 
 
 _known: Final[WeakKeyDictionary[Tables, np.ndarray]] = WeakKeyDictionary()
-
-
-def entry_of(remap: Tables, first: int, positions: Tensor, place: int) -> int:
-    """Return the entry from which the position at a place is to be looked for."""
-    return int(np.searchsorted(remap.end, first + int(positions[place]), side="right"))
 
 
 def tables_at(remap: Tables) -> int:

@@ -20,8 +20,8 @@ from dte_dist.kernels.memory import BLOCK, at, column, differing, lowest, move, 
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAPES, STARTS
 
 __all__ = [
-    "advance", "checksum", "copy", "decode_u16", "element", "encode_u16", "find", "gather", "join", "put", "scatter", "sorted_below",
-    "to_bf16",
+    "advance", "check_u16", "checksum", "copy", "decode_u16", "element", "encode_u16", "find", "gather", "join", "put", "scatter",
+    "sorted_below", "to_bf16",
 ]  # fmt: skip
 
 _ROWS: Final = 32  # of a transposed matrix that are copied at once
@@ -305,22 +305,32 @@ def encode_u16(positions, count, blocks, stream):
 
 
 @loop
-def decode_u16(stream, count, blocks, length, positions):
-    """Write the positions that `encode_u16` was given. Return False, having read only what is there, if they are not sound."""
-    position, number = at(positions, _I32), at(stream, _U32)
-    offset = at(stream + 4 * blocks, _U16)
-    first, falls = np.int64(0), 0
+def check_u16(stream, count, blocks, length):
+    """Return whether a stream has counts and offsets such as `encode_u16` writes."""
+    number, offset = at(stream, _U32), at(stream + 4 * blocks, _U16)
+    first, last, falls = np.int64(0), np.int64(-1), 0
     for block in range(blocks):
         stop = first + np.int64(number[block])
         if stop > count:
             return False
-        base = np.int32(block << 16)
-        for i in range(first, stop):
-            position[i] = base | np.int32(offset[i])
         for i in range(first + 1, stop):
             falls += offset[i] <= offset[i - 1]
+        if stop > first:
+            last = (np.int64(block) << 16) + np.int64(offset[stop - 1])
         first = stop
-    return first == count and falls == 0 and (count == 0 or position[count - 1] < length)
+    return first == count and falls == 0 and last < length
+
+
+@loop
+def decode_u16(stream, count, blocks, positions):
+    """Write the positions that `encode_u16` was given; the stream has been checked."""
+    position, number, offset = at(positions, _I32), at(stream, _U32), at(stream + 4 * blocks, _U16)
+    first = np.int64(0)
+    for block in range(blocks):
+        stop, base = first + np.int64(number[block]), np.int32(block << 16)
+        for i in range(first, stop):
+            position[i] = base | np.int32(offset[i])
+        first = stop
 
 
 @loop

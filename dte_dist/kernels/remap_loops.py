@@ -14,17 +14,18 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.kernels.codec_loops import scatter_add
+from dte_dist.kernels.codec_loops import moved, scatter_add
 from dte_dist.kernels.compiled import loop, part
-from dte_dist.kernels.loops import copy, scatter
+from dte_dist.kernels.loops import copy, find, scatter
 from dte_dist.kernels.memory import at, column, high_product, move, stack
+from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 
 __all__ = ["patch", "place", "translate"]
 
 _BEGIN, _END, _SHIFT, _ORIGIN, _AXIS, _AXES, _EXTENT, _STRIDE, _SEGMENT, _LOW, _HIGH, _TARGET, _ENTRIES = range(13)
 _MOST_AXES: Final = 16
 _SOME: Final = 512  # positions that are worked on together: they and their values fit into `stack`
-_I32, _I64, _U64 = np.int32(0), np.int64(0), np.uint64(0)
+_U8, _U16, _U32, _U64, _I32, _I64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0), np.int32(0), np.int64(0)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -215,16 +216,81 @@ def translate(sample, width, remap, entry, first, positions, bits, count, out, k
     return _translate(sample, width, remap, entry, first, positions, bits, count, out, kept)[0]
 
 
-@loop
-def patch(sample, width, remap, entry, first, positions, values, count, table, touched, relative):
-    """Translate positions and write their bits, or move what is there by distances if `relative`, in the tensors of a table.
+@part
+def _unpack(stream, blocks, block, left, count, positions):
+    """Write `count` positions of a stream of codec u16 as int32, the next being `left` before the end of block `block`.
 
-    In parts that stay in the first cache. Return whether all positions were within the table.
+    Return the same of what follows.
     """
-    to, held, missing = stack(), stack() + 8 * _SOME, _I64
-    for begin in range(0, count, _SOME):
-        here, size = (positions + 4 * begin, values + width * begin), min(_SOME, count - begin)
-        found, entry = _translate(sample, width, remap, entry, first, here[0], here[1], size, to, held)
+    number, position, done = at(stream, _U32), at(positions, _I32), _I64
+    for i in range(block + 1):
+        done += number[i]
+    offset = at(stream + 4 * blocks + 2 * (done - left), _U16)
+    done = _I64
+    while done < count:
+        while left == 0:
+            block += 1
+            left = np.int64(number[block])
+        stop, base = min(count, done + left), np.int32(block << 16)
+        for i in range(done, stop):
+            position[i] = base | np.int32(offset[i])
+        left -= stop - done
+        done = stop
+    return block, left
+
+
+@part
+def _write_here(sample, width, live, positions, values, count, relative):
+    """Write values to positions of one array, or move what is there by them."""
+    position, value, some = at(positions, _I32), at(values, sample), at(stack(), sample)
+    if relative:
+        for i in range(count):  # nothing else here: then many loads are on their way at once
+            some[i] = at(live + width * position[i], sample)[0]
+        for i in range(count):
+            some[i] = moved(some[i], value[i])
+        value = some
+    for i in range(count):
+        at(live + width * position[i], sample)[0] = value[i]
+
+
+@loop
+def patch(sample, width, remap, entry, first, positions, blocks, values, low, high, table, touched, relative):
+    """Translate positions [low, high) and write their values, or move what is there by them, in the tensors of a table.
+
+    Positions are int32, or a stream of codec u16 of some `blocks`; they are taken in parts that stay in the first cache. Most such parts
+    become neighbours in one tensor, and are written straight there. Return whether all positions were within the table.
+    """
+    starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
+    begin, end, shift, axes = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT), column(remap, _AXES)
+    to, held, unpacked, here = stack(), stack() + 8 * _SOME, stack() + 16 * _SOME, positions
+    entries, total, index, missing, block, left = at(remap, _I64)[_ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64, _I64, _I64
+    if blocks:
+        number, skip = at(positions, _U32), low
+        while block < blocks and skip >= number[block]:
+            skip -= np.int64(number[block])
+            block += 1
+        left = np.int64(number[block]) - skip if block < blocks else _I64
+    for now in range(low, high, _SOME):
+        size, mine = min(_SOME, high - now), values + width * now
+        if blocks:
+            block, left = _unpack(positions, blocks, block, left, size, unpacked)
+            here = unpacked
+        else:
+            here = positions + 4 * now
+        least, most = first + at(here, _I32)[0], first + at(here, _I32)[size - 1]
+        while entry < entries and end[entry] <= least:
+            entry += 1
+        if entry == entries:
+            break
+        moves = shift[entry]
+        if axes[entry] == 0 and begin[entry] <= least and most < end[entry] and least + moves >= 0 and most + moves < total:
+            index = find(table, index, least + moves)
+            if kinds[index] == PLAIN and most + moves < starts[index + 1]:
+                mark[index] = 1
+                live = addresses[index] + (first + moves - starts[index]) * width
+                _write_here(sample, width, live, here, mine, size, relative)
+                continue
+        found, entry = _translate(sample, width, remap, entry, first, here, mine, size, to, held)
         if relative:
             missing += found - scatter_add(sample, width, table, to, held, found, touched, np.int64(0))
         else:

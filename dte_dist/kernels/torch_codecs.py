@@ -59,8 +59,11 @@ def widen(distances: Tensor) -> Tensor:
     return _signed(distances).to(torch.int32)
 
 
-def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool) -> None:
+def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
     """Write values to where `flat`, a receiver's space, holds them, or move what is there by them. Waits as what it calls."""
+    if length is not None:
+        stream, positions = positions, torch.empty(len(values), dtype=torch.int32, device=positions.device)
+        torch_ops.decode_u16(stream, len(values), length, positions)
     where = torch_remap.translate(remap, first, positions, values)
     (scatter_add if relative else torch_ops.scatter)(flat, *where)
 

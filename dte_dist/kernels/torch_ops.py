@@ -19,8 +19,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dte_dist.kernels import BITS, Flat
 
 __all__ = [
-    "advance", "checksum", "coordinates", "decode_u16", "encode_u16", "gather", "gathered", "put", "read", "scatter", "sorted_below",
-    "write",
+    "advance", "check_u16", "checksum", "coordinates", "decode_u16", "encode_u16", "gather", "gathered", "put", "read", "scatter",
+    "sorted_below", "write",
 ]  # fmt: skip
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -138,6 +138,11 @@ def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bo
     block = torch.searchsorted(ends, torch.arange(count, device=stream.device), right=True).clamp_(0, blocks - 1)
     positions.copy_((block << _BLOCK_BITS) | (offsets.to(torch.int64) & 0xFFFF))
     return sound & sorted_below(positions, length)
+
+
+def check_u16(stream: Tensor, count: int, length: int) -> bool | Tensor:
+    """Return whether a stream is such as `encode_u16` writes; safe for any bytes."""
+    return decode_u16(stream, count, length, torch.empty(count, dtype=torch.int32, device=stream.device))
 
 
 def sorted_below(positions: Tensor, length: int) -> Tensor:

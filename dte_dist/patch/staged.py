@@ -71,21 +71,21 @@ class Target:
 
     def patch(self, source: int, segment: Segment) -> None:
         """Write the changes of a segment of a source's space, not all of its elements, into the tensors."""
-        device = self.flat.device
         if segment.positions is None:
             raise ValueError("a whole segment is placed, not patched")
+        device, length = self.flat.device, segment.length if segment.packed else None
         positions, values = segment.positions.to(device), segment.values.to(device)
         for remap in self.remaps.get(source, ()):
             if remap.meets(segment.first, segment.first + segment.length):
-                kernels.codecs_on(device).patch(remap, segment.first, positions, values, self.flat, relative=segment.relative)
+                patch = kernels.codecs_on(device).patch
+                patch(remap, segment.first, positions, values, self.flat, relative=segment.relative, length=length)
 
     def as_bits(self, source: int, segment: Segment) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield positions of this space and bits for the distances of a segment, once for every table of the source that has some."""
         device = self.flat.device
-        if segment.positions is None:
-            raise ValueError("a whole segment is resolved, not translated")
+        positions, distances = segment.unpacked().to(device), segment.values.to(device)
         for remap in self.remaps.get(source, ()):
-            where = kernels.remaps_on(device).translate(remap, segment.first, segment.positions.to(device), segment.values.to(device))
+            where = kernels.remaps_on(device).translate(remap, segment.first, positions, distances)
             if len(where[0]):
                 yield where[0], kernels.codecs_on(device).moved(self.flat, *where)
 

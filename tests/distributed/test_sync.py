@@ -1099,8 +1099,8 @@ def source_fails_after_the_gather(rank: int, world: int) -> Any:
         rows.parts[0].neg_()
     move = Relay.move
 
-    def failing(*args: Any) -> None:
-        move(*args)
+    def failing(*args: Any, **kept: Any) -> None:
+        move(*args, **kept)
         raise MemoryError("no room")
 
     cause, begin = None, time.monotonic()
