@@ -97,13 +97,13 @@ class FrameWriter:
         >>> frame = writer.finish()
     """
 
-    __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_padding", "_streams", "codecs")
+    __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_padding", "_places", "_streams", "codecs")
 
     def __init__(self, head: FrameHead, device: torch.device | str, chooser: Chooser = FAST, history: History | None = None) -> None:
         keeps = history is not None and chooser.keeps and not head.seed
         self._history = history if keeps else None
         self._before = history.before(head) if keeps and history is not None else None
-        self._head = replace(head, keep=keeps)
+        self._head, self._places = replace(head, keep=keeps), Places()
         self._chooser = chooser
         self._device = torch.device(device)
         self._entries: list[tuple[int, ...]] = []
@@ -147,7 +147,7 @@ class FrameWriter:
             of_changes = _spread(length, positions, of_changes)
         index_stream, low = (None, 0) if index is DENSE or positions is None else index.encode(positions, length)
         if self._history is not None and index is not DENSE and positions is not None:
-            self._history.note(self._head, first, length, positions)
+            self._places.add(first, length, positions)
         value_stream, terms = value.encode(of_changes)
         self._append((first, length, of_changes.count), (index, value), low, terms, index_stream, value_stream)
 
@@ -176,6 +176,8 @@ class FrameWriter:
         """
         if not self._entries:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
+        if self._history is not None:
+            self._history.note(self._head, self._places)
         table = np.array(self._entries, ENTRY).view(np.uint8)
         size = HEAD.itemsize + len(table) + sum(stream.numel() for stream in self._streams)
         head = heads.pack_head(self._head, size=size, segments=len(self._entries))
@@ -271,10 +273,17 @@ def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None,
         entry = entries[answers.index(False) // 2]
         raise _bad_segment(f"codecs {entry.index.name}, {entry.value.name} at element {entry.first}", "sound streams, positions in order")
     if noted and history is not None:
-        for segment in segments:
-            if segment.positions is not None:
-                history.note(head, segment.first, segment.length, segment.positions)
+        history.note(head, _places(segments))
     return segments
+
+
+def _places(segments: Iterable[Segment]) -> Places:
+    """Return where a frame has changes, but for segments that were sent whole."""
+    places = Places()
+    for segment in segments:
+        if segment.positions is not None:
+            places.add(segment.first, segment.length, segment.positions)
+    return places
 
 
 def _check_sum(frame: Tensor, claimed: int) -> None:

@@ -1,7 +1,7 @@
 """What the delta before changed, at both ends: the positions that the index codec `again` counts on.
 
-1. While frames are written or read, `before` gives the places that the same chunk had in the delta that made the frame's base, and
-   `note` takes those that it has now. A source notes what it writes, a receiver what it has read and proven.
+1. While frames are written or read, `before` gives the places of the same chunk in the delta that made the frame's base, and `note`
+   takes those of this one. A source notes what it writes, a receiver what it has read and proven.
 2. `commit` lets what was noted be what is known: the sync made a version. `forget` drops what was noted: it did not.
 3. `drop` drops all: what was known need not be what the other end knows.
 
@@ -44,7 +44,12 @@ class Places:
         self._parts: list[tuple[int, Tensor]] = []
 
     def add(self, first: int, length: int, positions: Tensor) -> None:
-        """Add the int32 positions of segment [first, first + length), counted from `first`; segments come in ascending order."""
+        """Add the int32 positions of segment [first, first + length), counted from `first`; segments come in ascending order.
+
+        They must stay as they are. What is a small part of larger memory is copied, so that this is not kept with it.
+        """
+        if positions.untyped_storage().nbytes() > 2 * positions.nbytes + _SLACK:
+            positions = positions.clone()
         self._firsts.append(first)
         self._parts.append((length, positions))
 
@@ -66,12 +71,17 @@ class Places:
             return None
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the positions."""
+        return sum(positions.nbytes for _, positions in self._parts)
+
 
 class History:
     """The places of one delta by chunk, and those of the one in the making.
 
     Example:
-        >>> history.note(head, first, length, positions)
+        >>> history.note(head, places)
         >>> history.commit(head.version, head.stream)
         >>> history.before(next_head).within(first, length)
     """
@@ -87,14 +97,9 @@ class History:
         """Return the places of a frame's chunk in the delta that made its base; None if they are not known, or there are none."""
         return self._known.get(_key(head)) if self._made == (head.base, head.stream) else None
 
-    def note(self, head: FrameHead, first: int, length: int, positions: Tensor) -> None:
-        """Note the positions of a segment of a frame, in ascending order of segments; they must stay as they are.
-
-        What is a small part of larger memory is copied, so that this is not kept with it.
-        """
-        if positions.untyped_storage().nbytes() > 2 * positions.nbytes + _SLACK:
-            positions = positions.clone()
-        self._noted.setdefault(_key(head), Places()).add(first, length, positions)
+    def note(self, head: FrameHead, places: Places) -> None:
+        """Note the places of a frame's chunk in the delta in the making."""
+        self._noted[_key(head)] = places
 
     def commit(self, version: int, stream: int) -> None:
         """Let what was noted be what is known: it made this version."""
@@ -111,7 +116,7 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes of the positions that are held."""
-        return sum(part.nbytes for held in (self._known, self._noted) for places in held.values() for _, part in places._parts)
+        return sum(places.nbytes for held in (self._known, self._noted) for places in held.values())
 
 
 def _key(head: FrameHead) -> tuple[int, int, int]:
