@@ -61,10 +61,13 @@ class Places:
         found: list[Tensor] = []
         for number in range(max(bisect_right(self._firsts, first) - 1, 0), len(self._firsts)):
             begin, (size, positions) = self._firsts[number], self._parts[number]
+            low, high = max(first - begin, 0), min(first + length - begin, size)
             if begin >= first + length:
                 break
-            if begin < first or begin + size > first + length:
-                positions = _cut(positions, first - begin, first + length - begin)
+            if low >= high:
+                continue
+            if high - low < size:
+                positions = _cut(positions, low, high)
             if len(positions):
                 found.append(positions if begin == first else positions + (begin - first))
         if not found:
@@ -125,7 +128,5 @@ def _key(head: FrameHead) -> tuple[int, int, int]:
 
 def _cut(positions: Tensor, low: int, high: int) -> Tensor:
     """Return the positions in [low, high)."""
-    most = torch.iinfo(torch.int32).max
-    bounds = torch.tensor([max(low, 0), min(high, most)], dtype=torch.int32, device=positions.device)
-    begin, end = torch.searchsorted(positions, bounds).tolist()
+    begin, end = torch.searchsorted(positions, torch.tensor([low, high], dtype=torch.int32, device=positions.device)).tolist()
     return positions[begin:end]

@@ -9,19 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dte_dist.change.flat import BITS
-from dte_dist.codec.index import DENSE, EF, INDEX_CODECS
+from dte_dist.codec.index import AGAIN, DENSE, EF, INDEX_CODECS
 from dte_dist.codec.value import PLANES, RAW, ULP, VALUE_CODECS, Terms, Values
 from dte_dist.errors import FrameError
 from tests.unit.test_codec_kernels import as_bits, segments, some_distances, wide
 
-SPARSE = [codec for codec in INDEX_CODECS.values() if codec is not DENSE]
+SPARSE = [codec for codec in INDEX_CODECS.values() if codec not in {DENSE, AGAIN}]  # for `again` see test_again.py
 RELATIVE = [codec for codec in VALUE_CODECS.values() if codec.relative]
 sparse = pytest.mark.parametrize("codec", SPARSE, ids=lambda codec: codec.name)
 relative = pytest.mark.parametrize("codec", RELATIVE, ids=lambda codec: codec.name)
 
 
 def test_numbers_are_those_of_the_tables() -> None:
-    assert {number: codec.name for number, codec in INDEX_CODECS.items()} == {0: "dense", 1: "i32", 2: "u16", 3: "ef", 4: "bitmap"}
+    names = {0: "dense", 1: "i32", 2: "u16", 3: "ef", 4: "bitmap", 5: "again"}
+    assert {number: codec.name for number, codec in INDEX_CODECS.items()} == names
     assert {number: codec.name for number, codec in VALUE_CODECS.items()} == {0: "raw", 1: "ulp", 2: "ulp8", 3: "planes"}
 
 

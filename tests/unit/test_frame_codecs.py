@@ -135,7 +135,7 @@ def test_a_pair_is_used_where_it_was_asked_for(codec: str) -> None:
     known = random_bits(rng, 100_000, 2)
     writer = FrameWriter(HEAD_OF, "cpu", chooser)
     write(writer, chooser, 0, known, moved(rng, known, rng.random(100_000) < 0.02, "steps"))
-    assert writer.codecs == {codec: 1}
+    assert writer.codecs == {codec.replace("again", "ef"): 1}  # there was no delta before
     assert all(segment.relative == (not codec.endswith("raw")) for segment in read_frame(writer.finish(), HEAD_OF))
 
 

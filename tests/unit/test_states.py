@@ -466,7 +466,7 @@ def frame_of(pair: Pair, number: int, parts: list[tuple[int, Tensor | None, Tens
     """A seed frame that a source would not make, of segments (first, positions, bits)."""
     writer = FrameWriter(pair.head(pair.chunks[number], base=NONE, version=version), "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dte_dist.codec.choose.Chooser.choose", lambda *of, whole: (INDEX_CODECS[1], VALUE_CODECS[0], False))
+        patch.setattr("dte_dist.codec.choose.Chooser.choose", lambda *of, **how: (INDEX_CODECS[1], VALUE_CODECS[0], False))
         for first, positions, values in parts:
             if positions is None:
                 writer.add_dense(first, values)
