@@ -85,6 +85,11 @@ class _Room:
         """Return the first `count` changes in it as those of a range."""
         return Changed(first, length, None if count == length else self.positions[:count], self.old[:count], self.new[:count])
 
+    def noted(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first `count` positions and old bits, each in one piece: many small ones would leave holes in memory."""
+        kept = tuple(kernels.empty(count, part.dtype, part.device).copy_(part[:count]) for part in (self.positions, self.old))
+        return kept[0], kept[1]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Before:
@@ -94,16 +99,6 @@ class _Before:
     first: int
     positions: Tensor | None
     bits: Tensor
-
-    @classmethod
-    def of(cls, width: int, changed: Changed, snapshot: Snapshot) -> _Before:
-        """Copy what a range held, in as few bytes as that takes."""
-        if changed.positions is None or (4 + width) * len(changed) <= width * changed.length:
-            positions = None if changed.positions is None else changed.positions.clone()
-            return cls(width, changed.first, positions, changed.old.clone())
-        bits = snapshot.bits[width][changed.first : changed.first + changed.length].clone()
-        kernels.on(bits.device).put(bits, changed.positions, changed.old)
-        return cls(width, changed.first, None, bits)
 
 
 class Snapshot:
@@ -197,9 +192,28 @@ class Snapshot:
     def _noted(self, width: int, wave: list[Changed]) -> list[Changed]:
         """Note what the ranges of a wave held before; return what changed in them."""
         wave = [changed for changed in wave if len(changed)]
-        self._before += [_Before.of(width, changed, self) for changed in wave]
+        few = all(changed.positions is not None and (4 + width) * len(changed) <= width * changed.length for changed in wave)
+        self._before += self._few_before(width, wave) if few else [self._all_before(width, changed) for changed in wave]
         self.torn = False
         return wave
+
+    def _few_before(self, width: int, wave: list[Changed]) -> Iterator[_Before]:
+        """Copy what a wave held where it changed."""
+        positions, old = self._rooms[width].noted(sum(map(len, wave)))
+        at = 0
+        for changed in wave:
+            here = slice(at, at + len(changed))
+            yield _Before(width, changed.first, positions[here], old[here])
+            at = here.stop
+
+    def _all_before(self, width: int, changed: Changed) -> _Before:
+        """Copy all that a range held."""
+        bits = kernels.empty(changed.length, changed.old.dtype, self.device)
+        if changed.positions is None:
+            return _Before(width, changed.first, None, bits.copy_(changed.old))
+        bits.copy_(self.bits[width][changed.first : changed.first + changed.length])
+        self._kernels.put(bits, changed.positions, changed.old)
+        return _Before(width, changed.first, None, bits)
 
     def settle(self) -> None:
         """Let what was taken over be what is known from now on."""

@@ -326,7 +326,9 @@ def warm(widths: Iterable[int]) -> None:
     classes = measure(away)
     chosen = plan(classes, 2)
     decode_planes(encode_planes(classes, 2, chosen), 3, torch.int16, chosen)
-    for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in set(widths) & {1, 2, 4}):
+    for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in set(widths)):
         bits = torch.zeros(3, dtype=dtype, device="cpu")
-        distances(bits, bits)
         scatter_add(arrays.OneTensor(bits), few.to(torch.int64), bits.clone())
+        patch(cpu_remap.Identity(), 0, few[:1], bits[:1], arrays.OneTensor(bits), relative=False)
+        if dtype.itemsize < 8:
+            distances(bits, bits)

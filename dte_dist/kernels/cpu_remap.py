@@ -16,7 +16,7 @@ from dte_dist.kernels.cpu_arrays import SAMPLES
 from dte_dist.kernels.table import Table, addresses_of
 from dte_dist.kernels.threads import split
 
-__all__ = ["fetch", "place", "translate", "warm"]
+__all__ = ["Identity", "copy", "fetch", "place", "tables_at", "translate", "warm"]
 
 
 def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,14 +85,14 @@ def tables_at(remap: Tables) -> int:
 def warm(widths: Iterable[int]) -> None:
     """Compile every loop of translation for these widths by running it on one element."""
     wanted = set(widths)
-    identity = _Identity()
+    identity = Identity()
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
         bits = torch.zeros(1, dtype=dtype, device="cpu")
         translate(identity, 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits)
         place(identity, 0, bits, arrays.OneTensor(bits.clone()))
 
 
-class _Identity:
+class Identity:
     """Tables that leave one position where it is, to warm the loops with."""
 
     def __init__(self) -> None:

@@ -2,18 +2,19 @@
 
 For one sync, whose frame sizes every rank knows:
 
-1. Every rank packs the frames into the same buckets (`plan.schedule.pack_buckets`).
+1. Every rank packs the frames into the same buckets (`plan.schedule.pack_buckets`), several of them even if all would fit into one.
 2. Sources send their frames to the root, each at its exact size, in the order of the buckets and at most a bucket ahead.
 3. The root collects bucket i + 1 while bucket i is on its way to the receivers. It decodes nothing.
 4. A receiver unpacks bucket i while bucket i + 1 arrives. Two buffers are enough on either side, unless receivers keep what comes.
 
-A bucket reaches all receivers by one broadcast, or, when it is large or meant for a few receivers only, through
+Buckets reach all receivers by a broadcast each, or, where much is sent or only a few receivers are meant, through
 a chain: each receiver passes pieces on to the next as they arrive, which costs the root one copy for any number of receivers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -27,7 +28,10 @@ from dte_dist.transport.groups import Pending, Wire
 __all__ = ["Relay", "Take"]
 
 PIECE: Final = 256 << 10
-"""Bytes of one piece of a chain."""
+"""Bytes of one piece of a chain, and of the smallest bucket that is worth its own messages."""
+
+_PARTS: Final = 8
+"""Buckets that a sync is cut into at least, if they are not too small: one is gathered, one on its way and one unpacked at any time."""
 
 _CHAIN_FROM: Final = 1 << 20
 
@@ -36,6 +40,33 @@ Take = Callable[[Parcel, Tensor], None]
 
 _Bucket = tuple[Tensor, list[Pending]]
 """The buffer of a bucket, and what is still on its way into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of `Relay.move` on this rank.
+
+    Attributes:
+        buckets: of all frames.
+        frames: this rank's own.
+        line: the root, then the targets in the order of a chain.
+        is_chain: whether buckets go through the chain.
+        take: what is done with frames here; None if this rank is no target.
+        keep: whether they are kept.
+        phases: where the time goes.
+    """
+
+    buckets: Sequence[Sequence[Parcel]]
+    frames: Sequence[Frame]
+    line: Sequence[int]
+    is_chain: bool
+    take: Take | None
+    keep: bool
+    phases: Phases
+
+    def bucket(self, number: int) -> Sequence[Parcel]:
+        """Return a bucket; nothing behind the last one."""
+        return self.buckets[number] if number < len(self.buckets) else ()
 
 
 class Relay:
@@ -67,64 +98,67 @@ class Relay:
             phases: where the time goes.
             keep: frames that `take` was called with stay as they are for as long as somebody holds them.
         """
-        buckets = pack_buckets(sizes, self._bucket_bytes)
+        total = sum(map(sum, sizes.values()))
+        buckets = pack_buckets(sizes, min(self._bucket_bytes, max(total // _PARTS, PIECE)))
+        line = [self._root, *(target for target in targets if target != self._root)]
         take = take if self._rank in targets else None
-        keep = keep and take is not None
+        run = _Run(buckets, frames, line, self._is_chain(total, line), take, keep and take is not None, phases)
         if self._rank == self._root:
-            self._lead(buckets, frames, targets, take, phases, keep=keep)
+            self._lead(run)
         else:
-            self._follow(buckets, frames, targets, take, phases, keep=keep)
+            self._follow(run)
 
-    def _lead(
-        self, buckets: list[list[Parcel]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases, *, keep: bool
-    ) -> None:
-        ahead = self._collect(0, buckets, frames, keep=keep)
-        for number, bucket in enumerate(buckets):
+    def _lead(self, run: _Run) -> None:
+        ahead: _Bucket = self._collect(0, run)
+        before: list[Pending] = []
+        for number, bucket in enumerate(run.buckets):
             buffer, collecting = ahead
-            with phases("gather"):
+            with run.phases("gather"):
                 for pending in collecting:
                     pending.wait()
-            sending = self._send_bucket(buffer, targets)
-            ahead = self._collect(number + 1, buckets, frames, keep=keep)
-            if take is not None:
-                self._unpack(bucket, buffer, take, phases)
-            with phases("wire"):
-                for pending in sending:
-                    pending.wait()
+            sending = self._send_bucket(buffer, run)
+            self._wait(before, run)  # only now, so that the link is never idle; the next bucket comes into the same buffer
+            ahead, before = self._collect(number + 1, run), sending
+            self._unpack(bucket, buffer, run)
+        self._wait(before, run)
 
-    def _collect(self, number: int, buckets: list[list[Parcel]], frames: Sequence[Frame], *, keep: bool) -> _Bucket:
+    @staticmethod
+    def _wait(sending: Sequence[Pending], run: _Run) -> None:
+        with run.phases("wire"):
+            for pending in sending:
+                pending.wait()
+
+    def _collect(self, number: int, run: _Run) -> _Bucket:
         """Start to fill the buffer of bucket `number`, if there is one: receive the frames of other sources, copy our own."""
-        buffer, pending = self._buffer(number, buckets, keep=keep), []
-        for parcel in buckets[number] if number < len(buckets) else ():
+        buffer, pending = self._buffer(number, run), []
+        for parcel in run.bucket(number):
             place = buffer[parcel.begin : parcel.end]
             if parcel.source == self._rank:
-                _write(frames[parcel.chunk], place)
+                _write(run.frames[parcel.chunk], place)
             elif self._gather is not None:
                 pending.append(self._gather.receive(place, parcel.source))
         return buffer, pending
 
-    def _follow(
-        self, buckets: list[list[Parcel]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases, *, keep: bool
-    ) -> None:
+    def _follow(self, run: _Run) -> None:
         """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if we are a target."""
-        sending, coming = self._send_frames(0, buckets, frames), self._receive_bucket(0, buckets, targets, take, keep=keep)
-        for number, bucket in enumerate(buckets):
-            ahead = self._send_frames(number + 1, buckets, frames)
-            if take is not None:
+        sending, coming = self._send_frames(0, run), self._receive_bucket(0, run)
+        for number, bucket in enumerate(run.buckets):
+            ahead = self._send_frames(number + 1, run)
+            if run.take is not None:
                 buffer, arriving = coming
-                with phases("wire"):
-                    self._pass_on(arriving, buffer, targets)
-                coming = self._receive_bucket(number + 1, buckets, targets, take, keep=keep)
-                self._unpack(bucket, buffer, take, phases)
-            with phases("gather"):
+                with run.phases("wire"):
+                    self._pass_on(arriving, buffer, run)
+                coming = self._receive_bucket(number + 1, run)
+                self._unpack(bucket, buffer, run)
+            with run.phases("gather"):
                 for pending in sending:
                     pending.wait()
             sending = ahead
 
-    def _send_frames(self, number: int, buckets: list[list[Parcel]], frames: Sequence[Frame]) -> list[Pending]:
+    def _send_frames(self, number: int, run: _Run) -> list[Pending]:
         """Start to send this source's frames of bucket `number` to the root."""
-        wire = self._gather
-        mine = [parcel for parcel in (buckets[number] if number < len(buckets) else ()) if parcel.source == self._rank]
+        wire, frames = self._gather, run.frames
+        mine = [parcel for parcel in run.bucket(number) if parcel.source == self._rank]
         if wire is None or not mine:
             return []
         made = _size_of([parcel for parcel in mine if callable(frames[parcel.chunk])])
@@ -141,55 +175,50 @@ class Relay:
         return sending
 
     @staticmethod
-    def _unpack(bucket: list[Parcel], buffer: Tensor, take: Take, phases: Phases) -> None:
-        with phases("decode"):
+    def _unpack(bucket: Sequence[Parcel], buffer: Tensor, run: _Run) -> None:
+        if run.take is None:
+            return
+        with run.phases("decode"):
             for parcel in bucket:
-                take(parcel, buffer[parcel.begin : parcel.end])
+                run.take(parcel, buffer[parcel.begin : parcel.end])
 
-    def _buffer(self, number: int, buckets: list[list[Parcel]], *, keep: bool) -> Tensor:
+    def _buffer(self, number: int, run: _Run) -> Tensor:
         """Return the buffer of bucket `number`, of exactly its size; of no bytes if there is none."""
-        wire = self._stream or self._gather
-        size = buckets[number][-1].end if number < len(buckets) else 0
-        return self._incoming.get(number, size, torch.device("cpu") if wire is None else wire.device, keep=keep)
+        wire, bucket = self._stream or self._gather, run.bucket(number)
+        device = torch.device("cpu") if wire is None else wire.device
+        return self._incoming.get(number, bucket[-1].end if bucket else 0, device, keep=run.keep)
 
-    def _is_chain(self, size: int, targets: Sequence[int]) -> bool:
+    def _is_chain(self, total: int, line: Sequence[int]) -> bool:
         """Decide from what all ranks know: a broadcast reaches every receiver, and is cheap while it is small."""
         wire = self._stream
         if wire is None:
             return False
-        everyone = set(targets) | {self._root} == set(wire.members)
-        large = size >= _CHAIN_FROM and wire.device.type == "cpu"
-        return not everyone or (large and len(wire.members) > 2)
+        large = total >= _CHAIN_FROM and wire.device.type == "cpu"
+        return set(line) != set(wire.members) or (large and len(wire.members) > 2)
 
-    def _line(self, targets: Sequence[int]) -> list[int]:
-        return [self._root, *(target for target in targets if target != self._root)]
-
-    def _send_bucket(self, buffer: Tensor, targets: Sequence[int]) -> list[Pending]:
-        line = self._line(targets)
-        if self._stream is None or len(line) < 2:
+    def _send_bucket(self, buffer: Tensor, run: _Run) -> list[Pending]:
+        if self._stream is None or len(run.line) < 2:
             return []
-        if not self._is_chain(len(buffer), targets):
+        if not run.is_chain:
             return [self._stream.broadcast(buffer, self._root)]
-        return [self._stream.send(piece, line[1]) for piece in buffer.split(PIECE)]
+        return [self._stream.send(piece, run.line[1]) for piece in buffer.split(PIECE)]
 
-    def _receive_bucket(
-        self, number: int, buckets: list[list[Parcel]], targets: Sequence[int], take: Take | None, *, keep: bool
-    ) -> _Bucket:
+    def _receive_bucket(self, number: int, run: _Run) -> _Bucket:
         """Start to receive bucket `number`, if there is one and we are a target."""
-        if self._stream is None or take is None or number >= len(buckets):
-            return self._buffer(len(buckets), buckets, keep=False), []
-        buffer = self._buffer(number, buckets, keep=keep)
-        if not self._is_chain(len(buffer), targets):
+        if run.take is None:
+            return torch.empty(0, dtype=torch.uint8, device="cpu"), []
+        buffer = self._buffer(number, run)
+        if self._stream is None or not run.bucket(number):
+            return buffer, []
+        if not run.is_chain:
             return buffer, [self._stream.broadcast(buffer, self._root)]
-        line = self._line(targets)
-        before = line[line.index(self._rank) - 1]
+        before = run.line[run.line.index(self._rank) - 1]
         return buffer, [self._stream.receive(piece, before) for piece in buffer.split(PIECE)]
 
-    def _pass_on(self, arriving: list[Pending], buffer: Tensor, targets: Sequence[int]) -> None:
+    def _pass_on(self, arriving: list[Pending], buffer: Tensor, run: _Run) -> None:
         """Wait for the pieces of a bucket, sending each on to the next receiver of a chain."""
-        line = self._line(targets)
-        after = line[line.index(self._rank) + 1 :][:1]
-        if self._stream is None or not after or not self._is_chain(len(buffer), targets):
+        after = run.line[run.line.index(self._rank) + 1 :][:1]
+        if self._stream is None or not after or not run.is_chain:
             for pending in arriving:
                 pending.wait()
             return

@@ -43,8 +43,8 @@ def write(width: int, density: float, device: torch.device | str, codec: str = "
             values = torch.from_numpy(rng.geometric(0.6, len(positions))).to(torch.int32).to(device)
         elif relative:
             values = torch_codecs.widen(values)
-        known = partial(random_bits, LENGTH, width, number + 5, device)
-        writer.add(1000 + number * LENGTH, LENGTH, positions, values, relative=relative, known=known)
+        whole = partial(random_bits, LENGTH, width, number + 5, device)
+        writer.add(1000 + number * LENGTH, LENGTH, positions, values, relative=relative, whole=whole)
     writer.add_dense(1000 + 2 * LENGTH, random_bits(99, width, 9, device))
     return writer.finish()
 
@@ -124,17 +124,22 @@ def test_a_snapshot_finds_the_same_changes(width: int, seed: int) -> None:
         total, live = len(flat), LiveSpace(flat, [tensor.dtype for tensor in tensors])
         known = Snapshot({width: total}, torch.device(device), 1000)
         segments = [(first, min(1000, total - first)) for first in range(0, total, 1000)]
-        known.refresh(live, width, segments)
+        known.refresh({width: live}, [(width, *segment) for segment in segments])
         assert torch.equal(known.bits[width].cpu(), content(tensors, width))
         for number, tensor in enumerate(tensors):
             bits = tensor.view(BITS[width])
             bits.copy_(torch.where(random_bits(tensor.numel(), 1, number, device).view(tensor.shape) < 9, ~bits, bits))
-        changes = [[part.clone() for part in known.changes(live, width, *segment)] for segment in segments]
-        for (first, _), (positions, bits) in zip(segments, changes, strict=True):
-            known.write(width, first, positions, bits)
+        before, changes = known.bits[width].clone(), list[tuple[int, int, list[int] | None, list[int], list[int]]]()
+        for wave in known.advance(live, width, [(0, total)]):
+            for change in wave:
+                positions = None if change.positions is None else change.positions.tolist()
+                changes.append((change.first, change.length, positions, change.old.tolist(), change.new.tolist()))
         assert torch.equal(known.bits[width].cpu(), content(tensors, width))
-        found.append([[part.tolist() for part in parts] for parts in changes])
+        known.undo()
+        assert torch.equal(known.bits[width], before) and not known.torn
+        found.append(changes)
     assert found[0] == found[1]
+    assert any(positions for *_, positions, _, _ in found[0])
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
@@ -144,12 +149,13 @@ def test_masters_are_cast_on_the_device_before_they_are_compared(wire: torch.dty
     width = wire.itemsize
     live = LiveSpace(FlatTensors(masters, width), [wire] * 3)
     known = Snapshot({width: 33071}, DEVICE, 5000)
-    known.refresh(live, width, [(first, min(5000, 33071 - first)) for first in range(0, 33071, 5000)])
+    known.refresh({width: live}, [(width, first, min(5000, 33071 - first)) for first in range(0, 33071, 5000)])
     assert torch.equal(known.bits[width], expected.view(BITS[width]))
     masters[0][7, 3] *= 1 + 2**-20
     masters[1][5] += 64
     masters[2].neg_()
-    assert [len(known.changes(live, width, first, length)[0]) for first, length in ((0, 5000), (33000, 71))] == [0, 2]
+    changes = [change for wave in known.advance(live, width, [(0, 33000), (33000, 71)]) for change in wave]
+    assert [(change.first, change.positions.tolist()) for change in changes if change.positions is not None] == [(33000, [5, 70])]
 
 
 # Payloads ----------------------------------------------------------------------------------------------------------------

@@ -64,30 +64,34 @@ def test_read_and_write(width: int, seed: int) -> None:
 
 @widths
 @seeds
-def test_diff(width: int, seed: int) -> None:
+def test_advance(width: int, seed: int) -> None:
     here, there = flats(seed, width)
     for density in (0.0, 0.01, 0.4, 1.0):
         noise = torch.from_numpy((np.random.default_rng(seed).random(len(here)) < density).astype(np.int64)).to(BITS[width])
         known = content(here.tensors, width) ^ noise
         for begin, end in ranges(len(here), seed):
             expected, found = [
-                (torch.zeros(end - begin, dtype=torch.int32, device=device), torch.zeros(end - begin, dtype=BITS[width], device=device))
+                [known.clone().to(device), torch.zeros(end - begin, dtype=torch.int32, device=device)]
+                + [torch.zeros(end - begin, dtype=BITS[width], device=device) for _ in range(2)]
                 for device in ("cpu", DEVICE)
             ]
-            count = cpu.diff(here, begin, end, known[begin:end].clone(), *expected)
-            assert torch_ops.diff(there, begin, end, known.to(DEVICE)[begin:end], *found) == count
-            assert torch.equal(found[0][:count].cpu(), expected[0][:count])
-            assert torch.equal(found[1][:count].cpu(), expected[1][:count])
+            count = cpu.advance(here, begin, end, expected[0][begin:end], *expected[1:])
+            assert torch_ops.advance(there, begin, end, found[0][begin:end], *found[1:]) == count
+            assert torch.equal(found[0].cpu(), expected[0])
+            for which in (1, 2, 3) if count < end - begin else (2, 3):  # positions are undefined where everything differs
+                assert torch.equal(found[which][:count].cpu(), expected[which][:count])
+            assert torch.equal(expected[0], torch.cat([known[:begin], content(here.tensors, width)[begin:end], known[end:]]))
 
 
-def test_diff_looks_at_bits() -> None:
+def test_advance_looks_at_bits() -> None:
     """NaNs that stay are no change; a zero that only changes its sign is one, and so is a NaN that changes its payload."""
     live = torch.tensor([0x7FC0, 0x7F81, -1, -0x8000, 0x7FC1], dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
     known = torch.tensor([0x7FC0, 0x7F81, -1, 0, 0x7FC0], dtype=torch.int16, device=DEVICE)
-    positions, bits = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(5, dtype=torch.int16, device=DEVICE)
-    assert torch_ops.diff(FlatTensors([live], 2), 0, 5, known, positions, bits) == 2
+    positions, (old, new) = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(2, 5, dtype=torch.int16, device=DEVICE).unbind()
+    assert torch_ops.advance(FlatTensors([live], 2), 0, 5, known, positions, old, new) == 2
     assert positions[:2].tolist() == [3, 4]
-    assert bits[:2].tolist() == [-0x8000, 0x7FC1]
+    assert (old[:2].tolist(), new[:2].tolist()) == ([0, 0x7FC0], [-0x8000, 0x7FC1])
+    assert torch.equal(known, live.view(torch.int16))
 
 
 @widths
@@ -233,15 +237,11 @@ def test_distances_in_a_flat_array(width: int, seed: int) -> None:
     cpu_codecs.scatter_add(here, positions, far)
     torch_codecs.scatter_add(there, positions.to(DEVICE), far.to(DEVICE))
     assert torch.equal(content(there.tensors, width), content(here.tensors, width))
-    array, sorted_ = content(here.tensors, width), positions.sort()[0].to(torch.int32)
-    bits, moving = random_bits(len(sorted_), width, seed + 1), array.to(DEVICE)
-    away = torch_codecs.subtract(bits, array[sorted_.long()])
+    old, new = content(here.tensors, width), random_bits(len(here), width, seed + 1)
     if width < 8:
-        found = torch_codecs.distances(moving, sorted_.to(DEVICE), bits.to(DEVICE))
-        assert torch.equal(found.cpu(), cpu_codecs.distances(array, sorted_, bits))
-        assert torch.equal(torch_codecs.narrow(found, bits.dtype).cpu(), away)
-    torch_codecs.put_add(moving, sorted_.to(DEVICE), away.to(DEVICE))
-    assert torch.equal(moving.cpu()[sorted_.long()], bits)
+        found = torch_codecs.distances(old.to(DEVICE), new.to(DEVICE))
+        assert torch.equal(found.cpu(), cpu_codecs.distances(old, new))
+        assert torch.equal(torch_codecs.narrow(found, new.dtype).cpu(), torch_codecs.subtract(new, old))
 
 
 @pytest.mark.parametrize("length", [1, 64, 65537, 1 << 18])
@@ -328,6 +328,10 @@ def test_translate_place_and_fetch(data) -> None:
             cpu_codecs.collect(remap, begin, collected[0], here)
             torch_codecs.collect(remap, begin, collected[1], there)
             assert torch.equal(collected[1].cpu(), collected[0])
+            for relative in (False, True):
+                cpu_codecs.patch(remap, begin, positions, bits, here, relative=relative)
+                torch_codecs.patch(remap, begin, positions.to(DEVICE), bits.to(DEVICE), there, relative=relative)
+                assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(fetched[1].cpu(), fetched[0])
 
@@ -395,14 +399,13 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "decode_u16": (0, lambda: torch_ops.decode_u16(stream, len(positions), len(flat), torch.empty_like(positions))),
         "sorted_below": (0, lambda: torch_ops.sorted_below(positions, len(flat))),
         "checksum": (0, lambda: torch_ops.checksum(frame, 1)),
-        "diff": (1, lambda: torch_ops.diff(flat, 0, len(flat), known, torch.empty_like(out), out)),
+        "advance": (1, lambda: torch_ops.advance(flat, 0, len(flat), known, torch.empty_like(out), out, torch.empty_like(out))),
         "scatter": (1, lambda: torch_ops.scatter(flat, positions, bits)),
         "scatter, not sorted": (2, lambda: torch_ops.scatter(flat, backwards, bits)),
         "translate": (1, lambda: torch_remap.translate(remap, 0, positions, bits)),
         "place": (2, lambda: torch_remap.place(remap, 0, known, flat)),
         "fetch": (1, lambda: torch_remap.fetch(remap, 0, out, known)),
-        "distances": (0, lambda: torch_codecs.distances(known, positions, bits)),
-        "put_add": (0, lambda: torch_codecs.put_add(out, positions, far)),
+        "distances": (0, lambda: torch_codecs.distances(bits, bits)),
         "encode_ef": (0, lambda: torch_codecs.encode_ef(positions, len(flat), low)),
         "decode_ef": (0, lambda: torch_codecs.decode_ef(ef, count, len(flat), low)),
         "encode_bitmap": (0, lambda: torch_codecs.encode_bitmap(positions, len(flat))),
@@ -416,6 +419,8 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "moved": (1, lambda: torch_codecs.moved(flat, wide, far)),
         "scatter_add": (2, lambda: torch_codecs.scatter_add(flat, wide, far)),
         "collect": (2, lambda: torch_codecs.collect(remap, 0, out, flat)),
+        "patch": (2, lambda: torch_codecs.patch(remap, 0, positions, bits, flat, relative=False)),
+        "patch, relative": (3, lambda: torch_codecs.patch(remap, 0, positions, far, flat, relative=True)),
     }
     for _, call in calls.values():
         call()

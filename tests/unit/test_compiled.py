@@ -45,7 +45,7 @@ def test_the_stamp_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
     make = compiled._stamp.__wrapped__
     first = make()
-    assert first == compiled._stamp() == loops.diff._cache._cache_file._source_stamp
+    assert first == compiled._stamp() == loops.advance._cache._cache_file._source_stamp
     for name in ("loops.py", "remap_loops.py", "codec_loops.py", "again_loops.py", "memory.py", "planes.py", "table.py", "compiled.py"):
         before = make()
         with (tmp_path / name).open("a") as file:

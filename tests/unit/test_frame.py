@@ -148,10 +148,11 @@ def test_the_writer_copies_changes_at_once_and_dense_segments_when_it_finishes()
 @pytest.mark.parametrize(("ratio", "last"), [(1.0, 49_997), (0.5, 24_997)])
 def test_segments_are_sent_whole_where_that_is_smaller(ratio: float, last: int) -> None:
     """Of 100,000 elements of 2 bytes, each change takes 4 bytes, and 8 more go for the counts of blocks."""
-    known = torch.full((100_000,), 7, dtype=torch.int16)
+    whole = torch.full((100_000,), 7, dtype=torch.int16)
     for count, pair in ((1, "i32+raw"), (last, "u16+raw"), (last + 1, "dense+raw"), (100_000, "dense+raw")):
         writer = FrameWriter(EXPECT, "cpu", Chooser(ratio=ratio))
-        writer.add(1000, 100_000, torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int16), known=known.clone)
+        whole[:count] = 0
+        writer.add(1000, 100_000, torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int16), whole=lambda: whole)
         assert writer.codecs == {pair: 1}
         (segment,) = read_frame(writer.finish(), EXPECT)
         assert segment.values[:count].eq(0).all() and segment.values[count:].eq(7).all()

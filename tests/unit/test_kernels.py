@@ -86,28 +86,35 @@ def test_write(kernel: ModuleType, width: int) -> None:
 @both
 @widths
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
-def test_diff(kernel: ModuleType, width: int, density: float) -> None:
+def test_advance(kernel: ModuleType, width: int, density: float) -> None:
+    """Small ranges of tensors of all kinds; tests/unit/test_advance.py has the rest."""
     tensors = make_tensors(width)
     flat, live = FlatTensors(tensors, width), bits_of(tensors, width)
     changed = np.random.default_rng(2).random(len(live)) < density
-    known = torch.from_numpy(np.where(changed, live ^ 1, live))
+    before = np.where(changed, live ^ 1, live)
     for begin, end in some_ranges(len(flat)):
-        positions, bits = torch.zeros(end - begin, dtype=torch.int32), torch.zeros(end - begin, dtype=BITS[width])
-        count = kernel.diff(flat, begin, end, known[begin:end], positions, bits)
+        known, positions = torch.from_numpy(before.copy()), torch.zeros(end - begin, dtype=torch.int32)
+        old, new = torch.zeros(2, end - begin, dtype=BITS[width]).unbind()
+        count = kernel.advance(flat, begin, end, known[begin:end], positions, old, new)
         expected = np.flatnonzero(changed[begin:end])
-        assert positions[:count].tolist() == expected.tolist()
-        assert np.array_equal(bits[:count].numpy(), live[begin:end][expected])
+        assert count == len(expected)
+        assert count == end - begin or positions[:count].tolist() == expected.tolist()
+        assert np.array_equal(old[:count].numpy(), before[begin:end][expected])
+        assert np.array_equal(new[:count].numpy(), live[begin:end][expected])
+        assert np.array_equal(known.numpy(), np.concatenate([before[:begin], live[begin:end], before[end:]]))
+    assert np.array_equal(bits_of(tensors, width), live) and versions(tensors) == [0] * len(tensors)
 
 
 @both
-def test_diff_looks_at_bits(kernel: ModuleType) -> None:
+def test_advance_looks_at_bits(kernel: ModuleType) -> None:
     """NaNs that stay are no change; a zero that only changes its sign is one, and so is a NaN that changes its payload."""
     live = torch.tensor([0x7FC0, 0x7F81, -1, -0x8000, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
     known = torch.tensor([0x7FC0, 0x7F81, -1, 0, 0x7FC0], dtype=torch.int16)
-    positions, bits = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.int16)
-    assert kernel.diff(FlatTensors([live], 2), 0, 5, known, positions, bits) == 2
+    positions, (old, new) = torch.zeros(5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int16).unbind()
+    assert kernel.advance(FlatTensors([live], 2), 0, 5, known, positions, old, new) == 2
     assert positions[:2].tolist() == [3, 4]
-    assert bits[:2].tolist() == [-0x8000, 0x7FC1]
+    assert (old[:2].tolist(), new[:2].tolist()) == ([0, 0x7FC0], [-0x8000, 0x7FC1])
+    assert torch.equal(known, live.view(torch.int16))
 
 
 @both
@@ -253,17 +260,20 @@ def test_positions_outside_are_refused(kernel: ModuleType) -> None:
 
 def test_wrong_arrays_are_refused() -> None:
     flat = FlatTensors([torch.zeros(8)], 4)
-    known, positions, bits = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    for arrays in (
-        (known[:7], positions, bits), (known, positions[:7], bits), (known, positions, bits[:7]),
-        (known.to(torch.int16), positions, bits), (known, positions.long(), bits), (known, positions, bits.repeat(2)[::2]),
-    ):  # fmt: skip
+    known = torch.ones(8, dtype=torch.int32)
+    positions, old, new = torch.zeros(3, 8, dtype=torch.int32).unbind()
+    right = [known, positions, old, new]
+    wrong = [(place, array[:7]) for place, array in enumerate(right)]
+    wrong += [(place, array.repeat(2)[::2]) for place, array in enumerate(right)]
+    wrong += [(0, known.short()), (1, positions.long()), (2, old.short()), (3, new.short()), (2, old.float())]
+    for place, array in wrong:
         with pytest.raises(ValueError, match="expected >="):
-            cpu.diff(flat, 0, 8, *arrays)
+            cpu.advance(flat, 0, 8, *right[:place], array, *right[place + 1 :])
     with pytest.raises(IndexError):
-        cpu.diff(flat, 0, 9, known, positions, bits)
+        cpu.advance(flat, 0, 9, *right)
     with pytest.raises(IndexError):
-        cpu.write(flat, 1, bits)
+        cpu.write(flat, 1, new)
+    assert known.tolist() == [1] * 8 and not any(array.any() for array in (positions, old, new))
 
 
 @both
@@ -378,4 +388,4 @@ def test_on_and_warm() -> None:
     assert kernels.on("cpu") is cpu
     assert kernels.on(torch.device("cuda", 1)) is torch_ops
     kernels.warm([2])
-    assert any(signature[0].name == "uint16" for signature in cpu.loops.diff.signatures)
+    assert any(signature[0].name == "uint16" for signature in cpu.loops.advance.signatures)

@@ -106,11 +106,15 @@ def test_any_mixture_is_read_as_torch_casts_it(kernel: ModuleType, data: st.Data
     kernel.read(flat, begin, out)
     assert torch.equal(out, expected[begin:end])
     noise = np.random.default_rng(0).random(end - begin) < data.draw(st.sampled_from([0.0, 0.05, 1.0]))
-    known = expected[begin:end] ^ torch.from_numpy(noise).to(expected.dtype)
-    positions, bits = torch.zeros(end - begin, dtype=torch.int32), torch.zeros(end - begin, dtype=BITS[width])
-    count = kernel.diff(flat, begin, end, known, positions, bits)
-    assert positions[:count].tolist() == np.flatnonzero(noise).tolist()
-    assert torch.equal(bits[:count], expected[begin:end][torch.from_numpy(noise)])
+    before = expected[begin:end] ^ torch.from_numpy(noise).to(expected.dtype)
+    known, positions = before.clone(), torch.zeros(end - begin, dtype=torch.int32)
+    old, new = torch.zeros(2, end - begin, dtype=BITS[width]).unbind()
+    count = kernel.advance(flat, begin, end, known, positions, old, new)
+    assert count == noise.sum()
+    assert count == end - begin or positions[:count].tolist() == np.flatnonzero(noise).tolist()
+    assert torch.equal(old[:count], before[torch.from_numpy(noise)])
+    assert torch.equal(new[:count], expected[begin:end][torch.from_numpy(noise)])
+    assert torch.equal(known, expected[begin:end])
 
 
 def test_nothing_is_cast_where_all_is_as_on_the_wire() -> None:
@@ -142,12 +146,15 @@ def test_a_snapshot_of_many_cast_tensors(own: torch.dtype) -> None:
     def live() -> LiveSpace:
         return LiveSpace(FlatTensors([*tensors], 2, starts), [torch.bfloat16] * len(tensors))
 
-    snapshot.refresh(live(), 2, segments)
+    snapshot.refresh({2: live()}, [(2, *segment) for segment in segments])
     before = as_torch_casts(tensors, [torch.bfloat16] * len(tensors), 2)
     assert torch.equal(snapshot.bits[2], before)
     for tensor in tensors:
         tensor.add_(torch.from_numpy(rng.standard_normal(len(tensor)) * 1e-3))
     after = as_torch_casts(tensors, [torch.bfloat16] * len(tensors), 2)
-    found = [(first + snapshot.changes(live(), 2, first, length)[0]).tolist() for first, length in segments]
+    found = [(changed.first + changed.positions).tolist() for wave in snapshot.advance(live(), 2, segments) for changed in wave]
     assert [place for places in found for place in places] == (before != after).nonzero().view(-1).tolist()
     assert 0 < sum(map(len, found)) < total // 2
+    assert torch.equal(snapshot.bits[2], after)
+    snapshot.undo()
+    assert torch.equal(snapshot.bits[2], before)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.codec import Segment
-from dte_dist.kernels import cpu_remap, torch_remap
+from dte_dist.kernels import cpu_remap, torch_codecs, torch_remap
 from dte_dist.layout import Block, Cut, cut_block
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.remap import build_remaps
@@ -333,10 +333,13 @@ def test_what_meets_no_entry_is_not_staged() -> None:
     assert held == [(b, e) for b in range(60) for e in range(b + 1, 61) if {*range(b, e)} & {*range(4, 10), *range(30, 35)}]
     assert not target.holds(1, 0, 60)
     staged = StagedPatch()
-    staged.add(target, 0, Segment(10, 20, None, random_bits(20, 2)))
+    frame = random_bits(60, 2).clone()
+    staged.add(target, 0, Segment(10, 20, None, frame[10:30]))
     assert staged.nbytes == 0
-    staged.add(target, 0, Segment(9, 20, None, random_bits(20, 2)))
-    assert staged.nbytes == 40
+    staged.add(target, 0, Segment(9, 20, None, frame[9:29]))
+    assert staged.nbytes == 120
+    staged.add(target, 0, Segment(29, 20, torch.zeros(1, dtype=torch.int32), frame[29:30], relative=True))
+    assert staged.nbytes == 124  # a frame, of which these are views, counts once
 
 
 @both
@@ -359,27 +362,51 @@ def test_nothing_in_nothing_out(kernel: ModuleType) -> None:
 @some
 @given(st.data())
 def test_a_staged_patch_is_applied_through_all_layers(data) -> None:
-    """Sparse and dense segments from several offsets end up where a copy of the slot would have put them."""
+    """Sparse and dense segments, of bits and of distances, end up where a copy of the slot would have put them."""
     shapes, source, receiver = data.draw(pairs_of_spaces(4))
-    flat = target_of(receiver, 100, data.draw(st.booleans()))
+    flat, known = target_of(receiver, 100, data.draw(st.booleans())), random_bits(source.numel, 4, 1)
     target, staged = Target(flat, {3: build_remaps(source, receiver)}), StagedPatch()
+    target.place(3, 0, known)
     expected, before = content(flat), content(flat)
     middle, new = data.draw(st.integers(0, source.numel)), random_bits(source.numel, 4)
     kept = sorted(data.draw(st.sets(st.integers(middle, source.numel - 1)))) if middle < source.numel else []
     for position in [*range(middle), *kept]:
         for home in homes(source, receiver, shapes)[position]:
             expected[home] = int(new[position])
-    buffers = new[:middle].clone(), torch.tensor([p - middle for p in kept], dtype=torch.int32), new[torch.tensor(kept, dtype=torch.int64)]
-    staged.add(target, 3, Segment(0, middle, None, buffers[0]))
-    staged.add(target, 3, Segment(middle, source.numel - middle, *buffers[1:]))
-    for buffer in buffers:
-        buffer.zero_()  # what arrives next uses the same memory
+    where = torch.tensor(kept, dtype=torch.int64)
+    for first, length, positions in ((0, middle, None), (middle, source.numel - middle, (where - middle).int())):
+        here = slice(0, middle) if positions is None else where
+        relative = data.draw(st.booleans())
+        values = torch_codecs.subtract(new[here], known[here]) if relative else new[here]
+        staged.add(target, 3, Segment(first, length, positions, values, relative))
     staged.add(target, 5, Segment(0, source.numel, None, new))  # a source that holds nothing of ours
     assert content(flat) == before
     staged.apply({4: target})
     assert content(flat) == expected
     staged.clear()
     assert staged.nbytes == 0
+
+
+def test_what_is_staged_shares_the_memory_of_its_frame() -> None:
+    """No copy of what arrived is made: a frame is to stay as it is until it is applied."""
+    source = whole_space(2, (10,), (20,))
+    target, staged = Target(target_of(source, 0), {0: build_remaps(source, source)}), StagedPatch()
+    positions, values, dense = torch.tensor([1, 3], dtype=torch.int32), random_bits(2, 2), random_bits(20, 2)
+    staged.add(target, 0, Segment(0, 10, positions, values))
+    staged.add(target, 0, Segment(0, 10, positions, values, relative=True))
+    staged.add(target, 0, Segment(10, 20, None, dense))
+    held = [segment.positions for *_, segment in staged.sparse] + [segment.values for *_, segment in staged.sparse]
+    assert [tensor.data_ptr() for tensor in held] == [positions.data_ptr()] * 2 + [values.data_ptr()] * 2
+    assert [bits.data_ptr() for *_, bits in staged.dense] == [dense.data_ptr()]
+
+
+def test_sparse_and_whole_segments_are_not_taken_for_each_other() -> None:
+    source = whole_space(2, (10,))
+    target = Target(target_of(source, 0), {0: build_remaps(source, source)})
+    with pytest.raises(ValueError, match="placed, not patched"):
+        target.patch(0, Segment(0, 10, None, random_bits(10, 2)))
+    with pytest.raises(ValueError, match="has no positions"):
+        list(target.as_bits(0, Segment(0, 10, None, random_bits(10, 2), relative=True)))
 
 
 def test_the_tables_of_a_device_are_made_once() -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dte_dist.change.flat import FlatTensors
+from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.codec import Chooser
 from dte_dist.engine.chain import Step
@@ -60,10 +62,10 @@ def written(before: Tensor, after: Tensor, codec: str) -> tuple[int, dict[str, i
     known = Snapshot({2: len(before)}, torch.device("cpu"), SEGMENT)
     known.bits[2].copy_(before)
     outbox = RelayLanes(0, chunks).outbox(Step(1, 2, 3, 4), known, Chooser(codec))
-    for chunk in chunks:
-        for first, length in chunk.segments():
-            positions = (before[first : first + length] != after[first : first + length]).nonzero().view(-1)
-            outbox.add(chunk, first, length, (positions.to(torch.int32), after[first + positions]))
+    live = LiveSpace(FlatTensors([after], 2), [torch.int16])
+    for wave in known.advance(live, 2, [(chunk.first, chunk.length) for chunk in chunks]):
+        for changed in wave:
+            outbox.add(2, changed)
     return sum(map(len, outbox.close())), dict(outbox.codecs)
 
 
