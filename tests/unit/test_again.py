@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from types import ModuleType
 
 import numpy as np
@@ -130,7 +130,7 @@ def test_damaged_streams(step: tuple[np.ndarray, np.ndarray, int], data: st.Data
             found.append(decoded.tolist() if bool(sound) else None)
     assert found[0] == found[1]
     if found[0] is not None:
-        assert len(found[0]) == count and 0 <= found[0][0] and found[0][-1] < length and (np.diff(found[0]) > 0).all()
+        assert len(found[0]) == count and found[0][0] >= 0 and found[0][-1] < length and (np.diff(found[0]) > 0).all()
 
 
 @pytest.mark.parametrize("size", [1, 8, 24, 200])
@@ -178,7 +178,7 @@ def test_hostile_streams(kind: str) -> None:
 
 
 def test_without_a_history_nothing_is_read() -> None:
-    with pytest.raises(FrameError, match="delta before.*sync again"):
+    with pytest.raises(FrameError, match=r"delta before.*sync again"):
         AGAIN.decode(torch.zeros(8, dtype=torch.uint8), 1, 10, 0)
     with pytest.raises(ValueError, match="no positions to write"):
         Again(torch.tensor([1], dtype=torch.int32)).encode(torch.tensor([1], dtype=torch.int32), 10)
@@ -195,7 +195,7 @@ def test_places_within_any_range(seed: int, total: int, data: st.DataObject) -> 
     flags = rng.random(total) < data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
     borders = [0, *sorted(rng.integers(0, total, rng.integers(0, 8)).tolist()), total]
     places = Places()
-    for low, high in zip(borders, borders[1:], strict=False):
+    for low, high in pairwise(borders):
         if high > low and flags[low:high].any():
             if rng.random() < 0.2:
                 flags[low:high] = False
@@ -354,7 +354,7 @@ class Ends:
 def parts_of(rng: np.random.Generator, flags: np.ndarray) -> list[tuple[int, int]]:
     """Cut a chunk at random and join what is alike."""
     borders = [0, *sorted({int(place) for place in rng.integers(1, len(flags), 9)}), len(flags)]
-    cuts = [(low, high - low) for low, high in zip(borders, borders[1:], strict=False)]
+    cuts = [(low, high - low) for low, high in pairwise(borders)]
     joined = join_alike(cuts, [int(flags[low : low + length].sum()) for low, length in cuts])
     return [(first, length) for first, length, _ in joined]
 
@@ -371,7 +371,7 @@ def test_frames_with_a_history(kind: str, codec: str, width: int) -> None:
         used |= codecs.keys()
         flags = (flags & (rng.random(length) < 0.84)) | (rng.random(length) < 0.003)
         flags[5000:6000] = step % 3 == 1
-    assert any(name.startswith("again") for name in used) and (codec == "again+raw" or width == 8 or "again+planes" in used or "ulp8" in codec)
+    assert {"again+raw" if width == 8 or codec == "again+raw" else codec.replace("small", "again+planes")} <= used
 
 
 def test_both_kinds_of_device_write_the_same_frames() -> None:
@@ -492,4 +492,5 @@ def test_sizes_are_those_of_the_specification() -> None:
     codec = Again(previous, positions)
     stream, low = codec.encode(positions, 1 << 20)
     fresh = len(np.setdiff1d(positions.numpy(), previous.numpy()))
-    assert len(stream) == words(len(previous)) + ef_size(fresh, 1 << 20, low) < 0.45 * len(positions) < EF.size(len(positions), 1 << 20) / 2.5
+    assert len(stream) == words(len(previous)) + ef_size(fresh, 1 << 20, low)
+    assert len(stream) < 0.45 * len(positions) and len(stream) < 0.4 * EF.size(len(positions), 1 << 20)

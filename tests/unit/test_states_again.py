@@ -78,7 +78,7 @@ class Steps(Pair):
         """Read the frames as they are: is there a stream of `again` in the table?"""
         numbers = [frame[96 + 24 : 96 + 40 * int(frame[88:92].view(torch.int32)) : 40].tolist() for frame in frames if len(frame)]
         assert all(read_head(frame).keep == self.chooser.keeps for frame in frames if len(frame))
-        return 5 in sum(numbers, [])
+        return any(5 in used for used in numbers)
 
 
 @pytest.mark.parametrize("codec", ["small", "again+planes", "again+raw"])
@@ -86,7 +86,8 @@ class Steps(Pair):
 def test_bytes_go_down_where_positions_come_again(codec: str, dtype: torch.dtype) -> None:
     """From the second delta on, for every width, in one chunk and in several."""
     for bucket_bytes in (1 << 20, 1 << 14):
-        pair, plain = (Steps(each, dtype, bucket_bytes=bucket_bytes) for each in (codec, codec.replace("again", "ef").replace("small", "ef+planes")))
+        without = codec.replace("again", "ef").replace("small", "ef+planes")
+        pair, plain = (Steps(each, dtype, bucket_bytes=bucket_bytes) for each in (codec, without))
         counts = []
         for number in range(4):
             sizes = []
@@ -211,11 +212,11 @@ def test_a_receiver_without_the_history_says_so_and_the_next_sync_is_well() -> N
     """It cannot come to that; should it, nothing is written, and no rank is stuck."""
     pair = Steps("again+planes")
     pair.sync()
-    for lose in (lambda: History(), lambda: pair.receiver._history):
+    for lose in (History, lambda: pair.receiver._history):
         pair.receiver._history = lose()
         pair.receiver._history.commit(7, 7)
         before = {name: tensor.clone() for name, tensor in pair.copy.items()}
-        with pytest.raises(FrameError, match="positions of the delta before.*sync again, the next delta does without"):
+        with pytest.raises(FrameError, match=r"positions of the delta before.*sync again, the next delta does without"):
             pair.sync()
         assert same_bits(before, pair.copy)
         assert [pair.sync(), pair.sync()] == [False, True]
