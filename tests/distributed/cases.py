@@ -71,6 +71,7 @@ class Case:
         wire: dtype on the wire, by name, where it is not the source's.
         ties: second name to first name of tensors that the sources tie.
         receivers_tie: whether the receivers tie them too.
+        repeats: share of the elements changed by one step that the next one changes again, rather than by chance.
     """
 
     seed: str
@@ -85,6 +86,8 @@ class Case:
     density: float
     ties: dict[str, str] = field(default_factory=dict)
     receivers_tie: bool = False
+    repeats: float = 0.0
+    _changed: dict[str, Tensor] = field(default_factory=dict)
 
     def expected(self, name: str) -> Tensor:
         """Return what receivers must hold of a tensor, as a full tensor.
@@ -110,6 +113,10 @@ class Case:
             bits = tensor.view(BITS[tensor.element_size()])
             noise = random_bits(tensor.shape, tensor.dtype, rng)
             where = torch.rand(tensor.shape, generator=rng) < self.density
+            if self.repeats and name in self._changed:
+                again = torch.rand(tensor.shape, generator=rng) < self.repeats
+                where = torch.where(again, self._changed[name], where)
+            self._changed[name] = where
             bits.copy_(torch.where(where, noise.view(bits.dtype), bits))
         after = self.on_wire()
         return sum(int((before[name] != after[name]).sum()) for name in before)
@@ -149,8 +156,8 @@ def make_case(seed: str, world: int, most: int = 5) -> Case:
             wire[second] = wire[first]
     group = pick.sample(ranks, len(ranks))
     bucket_bytes = pick.choice((64, 1000, 1 << 14, 1 << 24))
-    density = pick.choice((0.0, 0.01, 0.1, 0.5, 1.0))
-    return Case(seed, sources, receivers, group, tensors, at_source, at_receiver, wire, bucket_bytes, density, ties, receivers_tie)
+    density, repeats = pick.choice((0.0, 0.01, 0.1, 0.5, 1.0)), pick.choice((0.0, 0.84, 1.0))
+    return Case(seed, sources, receivers, group, tensors, at_source, at_receiver, wire, bucket_bytes, density, ties, receivers_tie, repeats)
 
 
 def _held(pick: random.Random, ranks: int, dims: int) -> Held:
