@@ -227,9 +227,9 @@ def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Te
         plane: what it returned, or any bits of which `count_again` finds `count - len(fresh)` set.
         fresh: int32; the result is in order if these are, and if none of the others is among them.
     """
-    positions, size = torch.empty(count, dtype=torch.int32, device="cpu"), len(previous)
-    bits = address(previous, dtype=torch.int32), size, address(plane, words(size), torch.uint8)
-    again_loops.join_again(*bits, address(fresh, dtype=torch.int32), len(fresh), positions.data_ptr(), count)
+    positions, room = (torch.empty(count + more, dtype=torch.int32, device="cpu") for more in (0, 5))
+    bits = address(previous, dtype=torch.int32), len(previous), address(plane, words(len(previous)), torch.uint8)
+    again_loops.join_again(*bits, address(fresh, dtype=torch.int32), len(fresh), positions.data_ptr(), count, room.data_ptr())
     return positions
 
 
