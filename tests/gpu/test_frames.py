@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ import dte_dist
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
-from dte_dist.codec import Chooser, FrameHead, FrameWriter, Segment, read_frame
+from dte_dist.codec import Chooser, FrameHead, FrameWriter, History, Segment, read_frame
 from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.errors import DeltaError
 from dte_dist.kernels import cpu, torch_codecs
@@ -74,6 +75,36 @@ def test_the_device_writes_and_reads_the_same_frames(width: int, density: float,
     buffer = torch.zeros(len(ours) + 8, dtype=torch.uint8, device=DEVICE)[3 : len(ours) + 3]
     buffer.copy_(ours)
     assert same_segments(read_frame(buffer, head(width)), read_frame(theirs, head(width)))
+
+
+@widths
+@pytest.mark.parametrize("codec", ["small", "again+planes", "again+ulp8"])
+def test_deltas_that_count_on_the_one_before(width: int, codec: str) -> None:
+    """The same frames on the device and the CPU, read by one that has kept its history on the other, too."""
+    rng, chooser, used = np.random.default_rng(width), Chooser(codec), set()
+    flags = rng.random(2 * LENGTH) < 0.02
+    writers, readers = {DEVICE: History(), "cpu": History()}, [History(), History()]
+    for version in range(2, 6):
+        at, frames, segments = replace(head(width), base=version - 1, version=version), {}, []
+        middle = int(rng.integers(1, 2 * LENGTH))
+        for device, history in writers.items():
+            writer, relative = FrameWriter(at, torch.device(device), chooser, history), chooser.relative(width)
+            for first, end in ((0, middle), (middle, 2 * LENGTH)):
+                positions = torch.from_numpy(np.flatnonzero(flags[first:end]).astype(np.int32)).to(device)
+                values = random_bits(len(positions), width, version, device)
+                writer.add(1000 + first, end - first, positions, torch_codecs.widen(values) if relative else values, relative=relative)
+            frames[device] = writer.finish()
+            used |= writer.codecs.keys()
+            history.commit(version, at.stream)
+        assert torch.equal(frames[DEVICE].cpu(), frames["cpu"])
+        for history, frame in zip(readers, list(frames.values())[:: (-1) ** version], strict=True):
+            history.forget()
+            segments.append(read_frame(frame, at, history))
+            history.commit(version, at.stream)
+        assert same_segments(*segments)
+        flags = (flags & (rng.random(2 * LENGTH) < 0.84)) | (rng.random(2 * LENGTH) < 0.003)
+    assert any(name.startswith("again") for name in used)
+    settle()
 
 
 @pytest.mark.parametrize("density", [0.00005, 0.01])
