@@ -59,7 +59,7 @@ def _links(rows: Sequence[Row]) -> Iterator[Verdict]:
 
 def _bytes(rows: Sequence[Row]) -> Iterator[Verdict]:
     deltas = [row for row in rows if row.kind == "sync" and row.method in _DELTAS and row.changed and row.bytes_per_change]
-    small = [row for row in deltas if row.codec == "small"] or [row for row in deltas if not row.codec]
+    small = [row for row in deltas if row.codec == "small"]
     shares = [
         (row.bytes_per_change / row.limit_bytes_per_change, row) for row in small if row.bytes_per_change and row.limit_bytes_per_change
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dte_dist.kernels import cpu, cpu_arrays, cpu_codecs, cpu_remap, threads
 from dte_dist.layout import Block
 from dte_dist.plan.remap import build_remaps
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from tests.unit.test_advance import PATTERNS, changed_from, check, make, space_of
 from tests.unit.test_kernels import FLOATS, bits_of, make_tensors, random_bits, versions
 
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -75,6 +77,22 @@ def test_reading(width: int, density: float, parts: list[int]) -> None:
     for begin, end in [(0, len(flat)), (3, len(flat) - 7), (100, 350)]:
         assert read(begin, end) == alone(lambda begin=begin, end=end: read(begin, end))
     assert max(parts) == THREADS
+
+
+@pytest.mark.parametrize("own", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, None], ids=str)
+@pytest.mark.parametrize("rest", ["nothing", "some", "all but the first", "all but the last"])
+def test_parts_that_are_wholly_changed_and_parts_that_are_not(own: torch.dtype | None, rest: str, parts: list[int]) -> None:
+    """Every choice of the parts in which all elements changed: these have no positions of their own. None: fp32 that is read as bf16."""
+    tensors = [make(size, own or torch.float32, size) for size in (300, 1, 299, 101, 6)]
+    width = own.itemsize if own else 2
+    space, step = space_of(width, tensors, None if own else [torch.bfloat16] * 5), 100
+    rng = np.random.default_rng(width)
+    assert len(space.live) == THREADS * step + 7
+    for choice in product([True, False], repeat=THREADS):
+        changed = np.concatenate([np.ones(3, bool), *(np.ones(step, bool) if whole else PATTERNS[rest](step, rng) for whole in choice)])
+        before = changed_from(space.live, np.append(changed, [True] * 4), 1)
+        check(cpu, space, before, 3, 3 + THREADS * step)
+    assert parts == [THREADS] * 2**THREADS
 
 
 @widths

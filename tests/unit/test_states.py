@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dte_dist.change import snapshot
 from dte_dist.change.snapshot import Detector
 from dte_dist.codec import FrameHead, FrameWriter
 from dte_dist.codec.index import INDEX_CODECS
@@ -21,13 +22,16 @@ from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState, most_size, seed_size
 from dte_dist.errors import FrameError, LayoutMismatch, VersionError, VersionGap, VersionReplay, VersionRestart
+from dte_dist.kernels import cpu
 from dte_dist.layout import Layout
 from dte_dist.plan.model_map import Holding, ModelMap, WireTypes
 from dte_dist.plan.schedule import SEGMENT, Chunk, Schedule
 from dte_dist.report import Phases
+from tests.unit.test_snapshot import Failing
 
 Tamper = Callable[[list[Tensor]], list[Tensor]]
 SCHEMA, STREAM = 1234, 77
+unguarded = pytest.mark.xfail(strict=True, reason="rollback gives up before it takes the version away")
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -164,11 +168,11 @@ def test_only_the_tensor_that_changed_is_in_a_frame() -> None:
 
 def test_after_a_rollback_nothing_has_moved_and_the_next_delta_is_a_superset() -> None:
     pair = Pair(weights(100))
-    before, snapshot = bits(pair.copy["w0"]), bits(pair.source.snapshot.bits[4])
+    before, known = bits(pair.copy["w0"]), bits(pair.source.snapshot.bits[4])
     pair.trained["w0"][:10] += 1
     assert pair.deliver(pair.prepare()) is None and pair.source.changed == 10
     pair.rollback()
-    assert bits(pair.copy["w0"]) == before and bits(pair.source.snapshot.bits[4]) == snapshot
+    assert bits(pair.copy["w0"]) == before and bits(pair.source.snapshot.bits[4]) == known
     assert pair.source.chain.version == pair.receiver.chain.version == 1
     pair.trained["w0"][50] += 1
     assert pair.sync() == 11 and same_bits(pair.trained, pair.copy)
@@ -381,13 +385,13 @@ RUBBISH: dict[str, tuple[Any, type[Exception]]] = {
 @pytest.mark.parametrize(("detector", "kind"), RUBBISH.values(), ids=RUBBISH)
 def test_a_detector_that_returns_rubbish_fails_in_prepare_and_nothing_moves(detector: Detector, kind: type[Exception]) -> None:
     pair = Pair(weights(100), detector=detector)
-    snapshot = bits(pair.source.snapshot.bits[4])
+    before = bits(pair.source.snapshot.bits[4])
     pair.trained["w0"][:5] += 1
     with pytest.raises(kind) as caught:
         pair.prepare()
     assert type(caught.value) is kind
     pair.rollback()
-    assert pair.source.changed == 0 and pair.source.chain.version == 1 and bits(pair.source.snapshot.bits[4]) == snapshot
+    assert pair.source.changed == 0 and pair.source.chain.version == 1 and bits(pair.source.snapshot.bits[4]) == before
     pair.detector = None
     assert pair.sync() == 5 and same_bits(pair.trained, pair.copy)
 
@@ -538,37 +542,134 @@ def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why(
     assert pair.source.error is None and same_bits(pair.trained, pair.copy)
 
 
-# Breaking off in the middle of a commit ----------------------------------------------------------------------------------
+# Breaking off midway ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [0, 1, 2])
-@pytest.mark.parametrize("call", ["commit", "detach"])
-def test_a_snapshot_that_breaks_off_halfway_has_no_version_and_no_bit_is_lost(call: str, after: int) -> None:
-    pair = Pair(weights(192), bucket_bytes=256)
+@pytest.fixture(params=[1, 1 << 21], ids=["a wave each", "one wave"])
+def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every range with changes ends a wave, or none does."""
+    monkeypatch.setattr(snapshot, "_WAVE", request.param)
+
+
+def of_two_widths() -> Pair:
+    """Two times three chunks, whose changes are taken over one after the other; all have some."""
+    pair = Pair(weights(192) | {"b": (torch.arange(300) % 100).bfloat16()}, bucket_bytes=256)
+    assert [chunk.width for chunk in pair.chunks] == [2, 2, 2, 4, 4, 4]
     pair.trained["w0"].neg_()
-    assert pair.deliver(pair.prepare()) is None
-    write, written = pair.source.snapshot.write, []
+    pair.trained["b"][::7] += 1
+    return pair
 
-    def failing(*args: Any) -> None:
-        if len(written) == after:
-            raise OSError("the device is gone")
-        written.append(args)
-        write(*args)
 
-    pair.source.snapshot.write = failing  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="gone"):
-        pair.source.commit(2, STREAM, full=False) if call == "commit" else pair.source.detach()
+def is_seeded(pair: Pair, before: dict[str, Tensor]) -> None:
+    """The source has no version, the receiver is where it was, and a full sync brings both together, whatever was trained since."""
     assert pair.source.chain.version == NONE and pair.source.chain.newest == 1
-    assert len(written) == after
-    pair.receiver.apply()
-    pair.receiver.commit(2, STREAM)
-    pair.rollback()
-    pair.source.snapshot.write = write  # type: ignore[method-assign]
+    assert pair.receiver.chain.version == 1 and same_bits(before, pair.copy)
     pair.trained["w0"][::5] += 1
+    pair.trained["b"][::7] -= 1
     pair.seed(3)
-    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == 3
+    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == pair.source.chain.version == 3
+    assert not pair.source.snapshot.torn
     pair.trained["w0"][7] = 5.0
     assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["at once", "when it was done"])
+@pytest.mark.parametrize("after", range(6))
+def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(waves: None, after: int, done: bool) -> None:
+    pair = of_two_widths()
+    before, known = {name: tensor.clone() for name, tensor in pair.copy.items()}, pair.source.snapshot
+    known._kernels = Failing(cpu, "advance", after, done)
+    with pytest.raises(OSError, match="gone"):
+        pair.prepare()
+    known._kernels = cpu
+    pair.rollback()
+    is_seeded(pair, before)
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_a_source_without_memory_for_what_was_there_has_no_version(waves: None, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, asked = of_two_widths(), []
+    before = {name: tensor.clone() for name, tensor in pair.copy.items()}
+    of_range = snapshot.Snapshot._all_before
+
+    def failing(*args: Any) -> Any:
+        asked.append(args)
+        if len(asked) > after:
+            raise MemoryError("no room")
+        return of_range(*args)
+
+    monkeypatch.setattr(snapshot.Snapshot, "_all_before", failing)
+    with pytest.raises(MemoryError):
+        pair.prepare()
+    pair.rollback()
+    is_seeded(pair, before)
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_source_that_cannot_make_its_frames_stays_where_it_was(waves: None, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was taken over before is put back: the next delta is a superset."""
+    pair, added = of_two_widths(), []
+    known = {width: bits.clone() for width, bits in pair.source.snapshot.bits.items()}
+    add = FrameWriter.add
+
+    def failing(*args: Any, **options: Any) -> None:
+        added.append(args)
+        if len(added) > after:
+            raise MemoryError("no room")
+        add(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FrameWriter, "add", failing)
+        with pytest.raises(MemoryError):
+            pair.prepare()
+    assert not pair.source.snapshot.torn
+    pair.rollback()
+    assert pair.source.chain.version == 1 and all(torch.equal(pair.source.snapshot.bits[width], bits) for width, bits in known.items())
+    pair.trained["b"][1] += 1
+    assert pair.sync() == 192 + len(range(0, 300, 7)) + 1 and same_bits(pair.trained, pair.copy)
+
+
+@unguarded
+@pytest.mark.parametrize("after", range(3))
+def test_a_source_that_cannot_go_back_has_no_version(waves: None, after: int) -> None:
+    pair = of_two_widths()
+    before, known = {name: tensor.clone() for name, tensor in pair.copy.items()}, pair.source.snapshot
+    pair.trained["w0"].copy_(pair.copy["w0"])
+    pair.trained["w0"][::9] += 1  # few changes in each chunk: what was there is noted where it changed
+    pair.prepare()
+    known._kernels = Failing(cpu, "put", after, False)
+    with pytest.raises(OSError, match="gone"):
+        pair.source.rollback()
+    known._kernels = cpu
+    assert pair.source.chain.version == NONE and not pair.source.frames()
+    pair.rollback()
+    is_seeded(pair, before)
+
+
+def test_a_delta_that_was_committed_is_not_undone() -> None:
+    """All ranks forget what they prepared when a sync ends, committed or not."""
+    pair = of_two_widths()
+    for _ in range(3):
+        pair.sync()
+        known = {width: bits.tolist() for width, bits in pair.source.snapshot.bits.items()}
+        pair.rollback()
+        assert {width: bits.tolist() for width, bits in pair.source.snapshot.bits.items()} == known
+        pair.trained["b"][::3] += 1
+    assert pair.sync() == 100 and same_bits(pair.trained, pair.copy)
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 1 << 20])
+def test_frames_are_read_only_and_must_stay_until_they_are_applied(bucket_bytes: int) -> None:
+    """What is staged are views of them: nothing writes there, and what is written there is what is applied."""
+    pair = Pair(weights(3000), bucket_bytes=bucket_bytes)
+    pair.trained["w0"][::7].neg_()
+    frames = pair.prepare()
+    kept = [frame.clone() for frame in frames]
+    assert pair.deliver(frames) is None
+    assert pair.receiver._staged.nbytes == sum(map(len, frames))
+    pair.commit()
+    assert all(torch.equal(*two) for two in zip(frames, kept, strict=True)) and same_bits(pair.trained, pair.copy)
+    assert pair.receiver._staged.nbytes == 0
 
 
 def test_a_receiver_has_no_version_between_apply_and_commit() -> None:
