@@ -167,6 +167,13 @@ def test_after_an_anchor_that_failed() -> None:
     assert [pair.sync(), pair.sync()] == [False, True]
 
 
+def test_after_a_move_to_another_device() -> None:
+    pair = Steps()
+    pair.sync()
+    pair.source.snapshot.device = torch.device("meta")  # where it is said to be: the live tensors are elsewhere now
+    assert [pair.sync(), pair.sync()] == [False, True]
+
+
 def test_after_a_delta_that_nobody_followed() -> None:
     """The delta is taken over, and receivers are seeded from the snapshot."""
     pair = Steps()
