@@ -279,7 +279,7 @@ def test_waves_that_nobody_asked_for_are_not_taken_over(kernel: Any, small: None
 def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
     """Positions and bits of few changes; all bits of a range of which much changed."""
     model = Model({2: [40_000]}, 1000)
-    for pattern, most in (("nothing", 0), ("tiny", 20 * 6), ("some", 4200 * 6), ("everything", 80_000)):
+    for pattern, most in (("nothing", 0), ("tiny", 20 * 6), ("some", 4200 * 6), ("most", 80_000), ("everything", 80_000)):
         model.change(2, pattern, 3)
         model.take_over()
         notes = [part for note in model.snapshot._before for part in (note.positions, note.bits) if part is not None]
