@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 seeds = pytest.mark.parametrize("seed", range(10))
 counters = pytest.mark.parametrize("counter", [torch.int32, torch.int64])
 some = settings(max_examples=40, deadline=None)
-NOT_KERNELS = {"warm", "bump", "best_low", "plan"}
+NOT_KERNELS = {"warm", "best_low", "plan", "copy", "tables_at"}
 
 
 def test_the_device_has_every_kernel_of_the_cpu() -> None:
@@ -189,6 +190,7 @@ def test_u16(length: int, density: float) -> None:
         decoded = torch.empty_like(positions), torch.empty_like(positions, device=DEVICE)
         sound = cpu.decode_u16(hostile, len(positions), length, decoded[0])
         assert bool(torch_ops.decode_u16(hostile.to(DEVICE), len(positions), length, decoded[1])) == sound
+        assert bool(torch_ops.check_u16(hostile.to(DEVICE), len(positions), length)) == sound
         assert sound or seed
         assert not sound or torch.equal(decoded[1].cpu(), decoded[0])
 
@@ -200,6 +202,7 @@ def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
     decoded = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32, device=DEVICE)
     sound = cpu.decode_u16(stream, count, length, decoded[0])
     assert bool(torch_ops.decode_u16(stream.to(DEVICE), count, length, decoded[1])) == sound
+    assert bool(torch_ops.check_u16(stream.to(DEVICE), count, length)) == sound
     assert not sound or torch.equal(decoded[1].cpu(), decoded[0])
     settle()
 
@@ -328,9 +331,11 @@ def test_translate_place_and_fetch(data) -> None:
             cpu_codecs.collect(remap, begin, collected[0], here)
             torch_codecs.collect(remap, begin, collected[1], there)
             assert torch.equal(collected[1].cpu(), collected[0])
-            for relative in (False, True):
-                cpu_codecs.patch(remap, begin, positions, bits, here, relative=relative)
-                torch_codecs.patch(remap, begin, positions.to(DEVICE), bits.to(DEVICE), there, relative=relative)
+            length = source.numel - begin
+            ways = (positions, None), (cpu.encode_u16(positions, length), length)
+            for relative, (at, packed) in product([False, True], ways):
+                cpu_codecs.patch(remap, begin, at, bits, here, relative=relative, length=packed)
+                torch_codecs.patch(remap, begin, at.to(DEVICE), bits.to(DEVICE), there, relative=relative, length=packed)
                 assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(fetched[1].cpu(), fetched[0])
@@ -397,6 +402,7 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "gather": (0, lambda: torch_ops.gather(out, positions)),
         "encode_u16": (0, lambda: torch_ops.encode_u16(positions, len(flat))),
         "decode_u16": (0, lambda: torch_ops.decode_u16(stream, len(positions), len(flat), torch.empty_like(positions))),
+        "check_u16": (0, lambda: torch_ops.check_u16(stream, len(positions), len(flat))),
         "sorted_below": (0, lambda: torch_ops.sorted_below(positions, len(flat))),
         "checksum": (0, lambda: torch_ops.checksum(frame, 1)),
         "advance": (1, lambda: torch_ops.advance(flat, 0, len(flat), known, torch.empty_like(out), out, torch.empty_like(out))),
@@ -421,6 +427,7 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "collect": (2, lambda: torch_codecs.collect(remap, 0, out, flat)),
         "patch": (2, lambda: torch_codecs.patch(remap, 0, positions, bits, flat, relative=False)),
         "patch, relative": (3, lambda: torch_codecs.patch(remap, 0, positions, far, flat, relative=True)),
+        "patch, packed": (2, lambda: torch_codecs.patch(remap, 0, stream, bits, flat, relative=False, length=len(flat))),
     }
     for _, call in calls.values():
         call()

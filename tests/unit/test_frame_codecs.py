@@ -204,11 +204,35 @@ def check_invariants(segments: list[Segment]) -> None:
 
 
 def read_or_refuse(frame: Tensor) -> None:
+    """Read a frame, with its streams of u16 as they are too: the verdict is the same, and so is what is read."""
     try:
         segments = read_frame(frame, HEAD_OF)
-    except (FrameError, VersionError):
+    except (FrameError, VersionError) as error:
+        with pytest.raises(type(error)):
+            read_frame(frame, HEAD_OF, packed=True)
         return
     check_invariants(segments)
+    same_packed(segments, read_frame(frame, HEAD_OF, packed=True))
+
+
+def same_packed(segments: list[Segment], packed: list[Segment]) -> None:
+    """What was read with positions unpacked is what was read without."""
+    for one, other in zip(segments, packed, strict=True):
+        assert (one.first, one.length, one.relative) == (other.first, other.length, other.relative)
+        assert torch.equal(one.values, other.values) and not one.packed and (one.positions is None) == (other.positions is None)
+        if one.positions is not None:
+            assert torch.equal(one.positions, other.unpacked())
+
+
+def test_positions_of_u16_may_be_left_as_they_are(kernel: None) -> None:
+    """Those of all other codecs are read, and whatever is left is a view of the frame."""
+    frame = frame_of_all()
+    segments = read_frame(frame, HEAD_OF, packed=True)
+    same_packed(read_frame(frame, HEAD_OF), segments)
+    left = [segment.positions for segment in segments if segment.packed and segment.positions is not None]
+    assert len(left) == sum(pair.startswith("u16") for pair in PAIRS)
+    memory = frame.untyped_storage().data_ptr()
+    assert all(stream.dtype == torch.uint8 and stream.untyped_storage().data_ptr() == memory for stream in left)
 
 
 @settings(max_examples=200, deadline=None)

@@ -307,6 +307,7 @@ def test_u16(kernel: ModuleType, positions: list[int], length: int) -> None:
     stream = kernel.encode_u16(torch.from_numpy(array), length)
     assert stream.numpy().tobytes() == encode_reference(array, length)
     out = torch.full((len(array),), -1, dtype=torch.int32)
+    assert bool(kernel.check_u16(stream, len(array), length))
     assert bool(kernel.decode_u16(stream, len(array), length, out))
     assert np.array_equal(out.numpy(), array)
 
@@ -333,17 +334,19 @@ def test_unsound_u16_streams(kernel: ModuleType) -> None:
     for stream in unsound:
         out = torch.zeros(6, dtype=torch.int32)
         assert not kernel.decode_u16(torch.from_numpy(stream.copy()), 5, 131080, out[:5])
+        assert not kernel.check_u16(torch.from_numpy(stream.copy()), 5, 131080)
         assert out[5] == 0
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 20), st.integers(0, 300_000))
 def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
-    """Both modules agree about any bytes, and what they accept is what the encoder would have written."""
+    """Both modules agree about any bytes, read or only checked, and what they accept is what the encoder would have written."""
     stream = torch.tensor(list(data), dtype=torch.uint8)
     first, second = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
     sound = cpu.decode_u16(stream, count, length, first)
     assert bool(torch_ops.decode_u16(stream, count, length, second)) == sound
+    assert cpu.check_u16(stream, count, length) == bool(torch_ops.check_u16(stream, count, length)) == sound
     if sound:
         assert torch.equal(first, second)
         assert torch.equal(cpu.encode_u16(first, length), stream)

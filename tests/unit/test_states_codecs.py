@@ -32,6 +32,16 @@ both = pytest.mark.parametrize("codecs", [cpu_codecs, torch_codecs], ids=["cpu",
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.int64, torch.bool)
 
 
+@pytest.fixture(params=["at once", "in many waves"])
+def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many frames in a wave."""
+    if request.param == "in many waves":
+        monkeypatch.setattr("dte_dist.change.snapshot._RANGE", 3)
+        monkeypatch.setattr("dte_dist.change.snapshot._WAVE", 150)
+        monkeypatch.setattr("dte_dist.plan.schedule.SEGMENT", 64)
+        monkeypatch.setattr("dte_dist.engine.source.SEGMENT", 64)
+
+
 def chooser_of(codec: str) -> Chooser:
     return Chooser(codec, bytes_per_second=1e7 if codec == "auto" else None)
 
@@ -79,7 +89,7 @@ def step(trained: dict[str, Tensor], rng: torch.Generator, density: float, near:
 
 
 @every_codec
-def test_chains_of_deltas_are_bit_exact(codec: str) -> None:
+def test_chains_of_deltas_are_bit_exact(codec: str, waves: None) -> None:
     """Into contiguous, transposed and sliced copies; densities alternate, and the last bits move or all of them."""
     rng = torch.Generator().manual_seed(3)
     trained = weights(rng)
@@ -88,10 +98,13 @@ def test_chains_of_deltas_are_bit_exact(codec: str) -> None:
     for density, near in ((0.02, True), (1.0, False), (0.3, True), (0.0, True), (0.9, True), (0.02, False), (1.0, True)):
         before = {name: (tensor._version, bits_of(tensor).clone()) for name, tensor in copy.items()}
         step(trained, rng, density, near)
-        assert pair.deliver(pair.prepare()) is None
+        frames = pair.prepare()
+        kept = [frame.clone() for frame in frames]
+        assert pair.deliver(frames) is None
         assert all(torch.equal(bits_of(tensor), before[name][1]) for name, tensor in copy.items())  # nothing live before the vote
         pair.commit()
         assert all(torch.equal(bits_of(copy[name]), bits_of(tensor)) for name, tensor in trained.items())
+        assert all(torch.equal(*two) for two in zip(frames, kept, strict=True))
         whole = any(used.startswith("dense") for used in pair.source.codecs)
         for name, tensor in copy.items():
             assert whole or (tensor._version > before[name][0]) != torch.equal(bits_of(tensor), before[name][1])
@@ -106,7 +119,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", ["small", "ef+planes", "dense+planes", "u16+ulp"])
-def test_a_delta_that_is_rolled_back_is_a_superset_the_next_time(codec: str) -> None:
+def test_a_delta_that_is_rolled_back_is_a_superset_the_next_time(codec: str, waves: None) -> None:
     rng = torch.Generator().manual_seed(4)
     pair = Coded(codec, weights(rng), bucket_bytes=1 << 12)
     for density in (0.1, 0.2):
@@ -140,7 +153,7 @@ def test_a_receiver_that_breaks_off_while_it_writes_is_seeded(codec: str) -> Non
 
 
 @pytest.mark.parametrize("codec", ["small", "ef+raw"])
-def test_a_detector_may_name_elements_that_did_not_change(codec: str) -> None:
+def test_a_detector_may_name_elements_that_did_not_change(codec: str, waves: None) -> None:
     rng = torch.Generator().manual_seed(6)
     pair = Coded(codec, weights(rng), detector=lambda live, known: torch.arange(0, len(live), 1))
     step(pair.trained, rng, 0.05, True)
@@ -176,7 +189,7 @@ def test_the_small_codecs_are_small() -> None:
 
 @every_codec
 @pytest.mark.parametrize("part", [slice(3, 17), slice(0, 1), slice(0, 40)], ids=["rows", "one row", "whole"])
-def test_lanes_of_pairs(codec: str, part: slice) -> None:
+def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
     """A source cuts columns, the receiver rows: positions are translated twice, and every bit arrives."""
     rng = torch.Generator().manual_seed(8)
     full = random((40, 60), torch.bfloat16, rng)
@@ -236,7 +249,7 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("codec", ["i32+ulp", "bitmap+planes", "dense+planes", "ef+raw"])
-def test_tied_by_the_source_and_held_in_two_cuts(codec: str) -> None:
+def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> None:
     """On the p2p route the elements that are in both cuts travel twice, and each time they have two homes."""
     rng = torch.Generator().manual_seed(9)
     own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, i, block) for i, block in enumerate(blocks)]))} for blocks in (
