@@ -183,15 +183,17 @@ class DeltaTracker:
         for width, space in self._spaces.items():
             live = LiveSpace(FlatTensors([tensors[name] for name in space.names], width, space.starts), space.dtypes)
             for index, parts in _found(self._snapshot, live, width, space).items():
-                yield self._change(space.names[index], tensors[space.names[index]], space.dtypes[index], parts)
+                start, stop = space.starts[index : index + 2].tolist()
+                whole = self._snapshot.bits[width][start:stop].view(space.dtypes[index]).view(tensors[space.names[index]].shape)
+                yield self._change(space.names[index], whole, parts)
 
-    def _change(self, name: str, tensor: Tensor, dtype: torch.dtype, parts: Sequence[tuple[Tensor, Tensor]]) -> Change:
-        """Return the changes of one tensor in part or whole, whichever the rule says."""
-        count, size = sum(len(positions) for positions, _ in parts), dtype.itemsize
-        if count * (4 + size) > self._ratio * tensor.numel() * size:
-            return _whole(name, tensor, dtype)
-        positions = torch.cat([positions for positions, _ in parts]).to(index_dtype(tensor.numel()))
-        return Change(name, positions, torch.cat([bits for _, bits in parts]).view(dtype))
+    def _change(self, name: str, whole: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Change:
+        """Return the changes of one tensor in part or whole, whichever the rule says: the bits that the snapshot has taken over."""
+        count, size, numel = sum(len(positions) for positions, _ in parts), whole.element_size(), whole.numel()
+        if count * (4 + size) > self._ratio * numel * size:
+            return Change(name, None, whole.clone())
+        positions = torch.cat([positions for positions, _ in parts]).to(index_dtype(numel))
+        return Change(name, positions, torch.cat([bits for _, bits in parts]).view(whole.dtype))
 
 
 def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[int, list[tuple[Tensor, Tensor]]]:
