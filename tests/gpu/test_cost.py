@@ -5,8 +5,8 @@ source holds snapshot, encoded delta and two buckets; a receiver the staged delt
 
 * source, seed: the snapshot, the frame of one bucket, and for its checksum a few arrays of the size of that frame: 6 buckets in all.
 * source, delta: the snapshot; room for the changes of a wave and of a range, which stays (10 * 2^20 times 8 bytes); what was there
-  before, 6 bytes a change; the encoded delta, 4 bytes a change; and what finding in a range of 2^23 elements and encoding takes: 64 MiB
-  are far more than the bool for each element and the arrays of 8 bytes for each change that exist at once.
+  before, 6 bytes a change; the encoded delta; and what finding in a range of 2^23 elements and encoding takes: 64 MiB are far more than
+  the bool for each element and the arrays of 8 bytes for each change that exist at once.
 * receiver, seed: buckets and frames are in memory of the CPU; on the GPU about 16 arrays of 8 bytes for each of 2^20 elements.
 * receiver, delta: the positions and bits of one segment at a time.
 * nothing is kept from one sync to the next but the snapshot.
@@ -100,7 +100,7 @@ def test_memory(ranks, capsys, collective: str) -> None:
     if not ON_GPU:
         return
     assert source["seed"] <= MODEL + 6 * BUCKET
-    assert source["delta"] <= MODEL + 80 * MIB + (1.25 + 1.5) * source["wire"] + 2 * BUCKET + 64 * MIB
+    assert source["delta"] <= MODEL + 80 * MIB + 6 * source["changed"] + 1.25 * source["wire"] + 2 * BUCKET + 64 * MIB
     assert receiver["seed"] <= 2 * BUCKET + 16 * 8 * MIB
     assert receiver["delta"] <= 2 * BUCKET + 64 * MIB
     for figures in (source, receiver):
