@@ -2,7 +2,7 @@
 
 For one sync, whose frame sizes every rank knows:
 
-1. Every rank packs the frames into the same buckets (`plan.schedule.pack_buckets`), several of them even if all would fit into one.
+1. Every rank packs the frames into the same buckets (`plan.schedule.pack_buckets`).
 2. Sources send their frames to the root, each at its exact size, in the order of the buckets and at most a bucket ahead.
 3. The root collects bucket i + 1 while bucket i is on its way to the receivers. It decodes nothing.
 4. A receiver unpacks bucket i while bucket i + 1 arrives. Two buffers are enough on either side, unless receivers keep what comes.
@@ -28,10 +28,7 @@ from dte_dist.transport.groups import Pending, Wire
 __all__ = ["Relay", "Take"]
 
 PIECE: Final = 256 << 10
-"""Bytes of one piece of a chain, and of the smallest bucket that is worth its own messages."""
-
-_PARTS: Final = 8
-"""Buckets that a sync is cut into at least, if they are not too small: one is gathered, one on its way and one unpacked at any time."""
+"""Bytes of one piece of a chain."""
 
 _CHAIN_FROM: Final = 1 << 20
 
@@ -98,8 +95,7 @@ class Relay:
             phases: where the time goes.
             keep: frames that `take` was called with stay as they are for as long as somebody holds them.
         """
-        total = sum(map(sum, sizes.values()))
-        buckets = pack_buckets(sizes, min(self._bucket_bytes, max(total // _PARTS, PIECE)))
+        total, buckets = sum(map(sum, sizes.values())), pack_buckets(sizes, self._bucket_bytes)
         line = [self._root, *(target for target in targets if target != self._root)]
         take = take if self._rank in targets else None
         run = _Run(buckets, frames, line, self._is_chain(total, line), take, keep and take is not None, phases)
