@@ -25,7 +25,6 @@ from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
-from dte_dist.collectives.speed import LinkSpeed
 from dte_dist.collectives.sync import Parts
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
@@ -36,6 +35,7 @@ from dte_dist.plan.transfer import Plan
 from dte_dist.transport.exchange import Exchange
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
+from dte_dist.transport.speed import LinkSpeed
 from dte_dist.transport.together import Agreed, or_error, raise_if_any
 
 __all__ = ["Model", "open_channel"]
@@ -119,14 +119,15 @@ class _Opening:
         source = self._source(agreement, mine, module, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
         kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
-        relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes)
+        speed = LinkSpeed()
+        relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes, speed=speed)
         exchange = Exchange(pairs, rank=rank, sources=agreement.sources)
         routes = Routes(
             lambda: RelayRoute(model, schedule, source, receiver, relay=relay, root=root),
             lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
             lambda: Plan.of(model, root),
         )
-        parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), LinkSpeed())
+        parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), speed)
         return Channel(self.options, parts, LossBoard(self.membership), self.wires, frozenset(mine.devices))
 
     def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Wire | None:

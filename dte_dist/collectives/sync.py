@@ -27,7 +27,6 @@ from torch import Tensor
 from dte_dist.collectives.agreement import Agreement
 from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
-from dte_dist.collectives.speed import LinkSpeed
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import ControlRow, Decision, decide
 from dte_dist.engine.receiver import ReceiverState
@@ -37,6 +36,7 @@ from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import Wire
+from dte_dist.transport.speed import LinkSpeed
 from dte_dist.transport.together import agreed, error_of, raise_if_any, raise_together
 
 __all__ = ["INLINE", "Parts", "Prepared", "Sync"]

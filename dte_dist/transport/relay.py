@@ -24,11 +24,18 @@ from dte_dist.plan.schedule import Parcel, pack_buckets
 from dte_dist.report import Phases
 from dte_dist.transport.buffers import Buffers, Frame
 from dte_dist.transport.groups import Pending, Wire
+from dte_dist.transport.speed import LinkSpeed
 
 __all__ = ["Relay", "Take"]
 
 PIECE: Final = 256 << 10
-"""Bytes of one piece of a chain."""
+"""Bytes of the smallest piece of a chain."""
+
+_LARGEST: Final = 4 << 20
+"""Bytes of the largest one."""
+
+_PIECE_SECONDS: Final = 4e-3
+"""What a piece may take on its way: each receiver of a chain is that much behind the one before, but each piece costs work as well."""
 
 _CHAIN_FROM: Final = 1 << 20
 
@@ -47,7 +54,7 @@ class _Run:
         buckets: of all frames.
         frames: this rank's own.
         line: the root, then the targets in the order of a chain.
-        is_chain: whether buckets go through the chain.
+        piece: bytes of the pieces of a chain; 0 if buckets are broadcast.
         take: what is done with frames here; None if this rank is no target.
         keep: whether they are kept.
         phases: where the time goes.
@@ -56,7 +63,7 @@ class _Run:
     buckets: Sequence[Sequence[Parcel]]
     frames: Sequence[Frame]
     line: Sequence[int]
-    is_chain: bool
+    piece: int
     take: Take | None
     keep: bool
     phases: Phases
@@ -74,9 +81,13 @@ class Relay:
         stream: group of root and receivers; None if this rank is neither.
         rank, root: group ranks.
         bucket_bytes: see `plan.schedule`.
+        speed: of the links, as all ranks know it.
     """
 
-    def __init__(self, gather: Wire | None, stream: Wire | None, *, rank: int, root: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, gather: Wire | None, stream: Wire | None, *, rank: int, root: int, bucket_bytes: int, speed: LinkSpeed | None = None
+    ) -> None:
+        self._speed = speed or LinkSpeed()
         self._gather, self._stream = gather, stream
         self._rank, self._root, self._bucket_bytes = rank, root, bucket_bytes
         self._incoming, self._outgoing = Buffers(), Buffers()
@@ -98,7 +109,7 @@ class Relay:
         total, buckets = sum(map(sum, sizes.values())), pack_buckets(sizes, self._bucket_bytes)
         line = [self._root, *(target for target in targets if target != self._root)]
         take = take if self._rank in targets else None
-        run = _Run(buckets, frames, line, self._is_chain(total, line), take, keep and take is not None, phases)
+        run = _Run(buckets, frames, line, self._piece() if self._is_chain(total, line) else 0, take, keep and take is not None, phases)
         if self._rank == self._root:
             self._lead(run)
         else:
@@ -192,12 +203,17 @@ class Relay:
         large = total >= _CHAIN_FROM and wire.device.type == "cpu"
         return set(line) != set(wire.members) or (large and len(wire.members) > 2)
 
+    def _piece(self) -> int:
+        """Return the bytes of a piece, from what all ranks know; a power of 2."""
+        bytes_ = max(self._speed.agreed or 0.0, 1.0) * _PIECE_SECONDS
+        return min(max(1 << int(bytes_).bit_length(), PIECE), _LARGEST)
+
     def _send_bucket(self, buffer: Tensor, run: _Run) -> list[Pending]:
         if self._stream is None or len(run.line) < 2:
             return []
-        if not run.is_chain:
+        if not run.piece:
             return [self._stream.broadcast(buffer, self._root)]
-        return [self._stream.send(piece, run.line[1]) for piece in buffer.split(PIECE)]
+        return [self._stream.send(piece, run.line[1]) for piece in buffer.split(run.piece)]
 
     def _receive_bucket(self, number: int, run: _Run) -> _Bucket:
         """Start to receive bucket `number`, if there is one and we are a target."""
@@ -206,20 +222,20 @@ class Relay:
         buffer = self._buffer(number, run)
         if self._stream is None or not run.bucket(number):
             return buffer, []
-        if not run.is_chain:
+        if not run.piece:
             return buffer, [self._stream.broadcast(buffer, self._root)]
         before = run.line[run.line.index(self._rank) - 1]
-        return buffer, [self._stream.receive(piece, before) for piece in buffer.split(PIECE)]
+        return buffer, [self._stream.receive(piece, before) for piece in buffer.split(run.piece)]
 
     def _pass_on(self, arriving: list[Pending], buffer: Tensor, run: _Run) -> None:
         """Wait for the pieces of a bucket, sending each on to the next receiver of a chain."""
         after = run.line[run.line.index(self._rank) + 1 :][:1]
-        if self._stream is None or not after or not run.is_chain:
+        if self._stream is None or not after or not run.piece:
             for pending in arriving:
                 pending.wait()
             return
         sends = []
-        for pending, piece in zip(arriving, buffer.split(PIECE), strict=True):
+        for pending, piece in zip(arriving, buffer.split(run.piece), strict=True):
             pending.wait()
             sends.append(self._stream.send(piece, after[0]))
         for pending in sends:

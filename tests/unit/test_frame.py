@@ -168,8 +168,10 @@ def test_the_writer_refuses_segments_out_of_place() -> None:
     writer = FrameWriter(EXPECT, "cpu")
     with pytest.raises(ValueError, match="takes"):
         writer.add(1000, 5, one, bit.long())
-    with pytest.raises(ValueError, match="positions"):
-        writer.add(1000, 5, one, bit.repeat(2))
+    for positions, values in ((one, bit.repeat(2)), (None, bit), (None, bit.repeat(6)), (one.repeat(6), bit.repeat(6))):
+        with pytest.raises(ValueError, match="positions"):
+            writer.add(1000, 5, positions, values)
+    assert not writer.finish().numel()
 
 
 def test_a_frame_at_any_address() -> None:

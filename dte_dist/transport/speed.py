@@ -20,7 +20,8 @@ class LinkSpeed:
     """Bytes that a rank sends or receives in a second.
 
     Attributes:
-        bytes_per_second: None while nothing is known.
+        bytes_per_second: what this rank knows; None while that is nothing.
+        agreed: what all ranks have heard, the same on all of them.
 
     Example:
         >>> speed = LinkSpeed()
@@ -30,15 +31,17 @@ class LinkSpeed:
         (None, None, 100000000.0)
     """
 
-    __slots__ = ("bytes_per_second",)
+    __slots__ = ("agreed", "bytes_per_second")
 
     def __init__(self) -> None:
         self.bytes_per_second: float | None = None
+        self.agreed: float | None = None
 
     def hear(self, bytes_per_second: int) -> None:
-        """Take note of what other ranks have learnt; 0 if they know nothing."""
+        """Take note of the most that a rank has learnt, this one included; 0 if they know nothing. All ranks hear the same."""
         if bytes_per_second > 0:
-            self.bytes_per_second = max(self.bytes_per_second or 0.0, float(bytes_per_second))
+            self.agreed = float(bytes_per_second)
+            self.bytes_per_second = max(self.bytes_per_second or 0.0, self.agreed)
 
     def learn(self, nbytes: int, seconds: float) -> None:
         """Look at a transfer, if it was large enough to tell."""
