@@ -64,7 +64,7 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, str | None]:
 # After the vote ----------------------------------------------------------------------------------------------------------
 
 
-def commit_breaks_off(rank: int, world: int, sources: int, write: int) -> Any:
+def source_breaks_off(rank: int, world: int, sources: int, method: str, number: int) -> Any:
     rows, src = Rows(rank, sources, (48, 4)), list(range(sources))
 
     def call() -> dte_dist.SyncReport:
@@ -73,11 +73,11 @@ def commit_breaks_off(rank: int, world: int, sources: int, write: int) -> Any:
     call()
     if rank < sources:
         rows.parts[0].neg_()
-    with failing(Snapshot, "write", write, OSError("the device is gone"), rank == sources - 1):
+    with failing(Snapshot, method, number, OSError("the device is gone"), rank == sources - 1):
         error = outcome(call)
     if rank < sources:
         rows.parts[0][0] += 1
-        rows.parts[0][1].neg_()  # as in the first version: only a snapshot that has no version makes this right
+        rows.parts[0][1].neg_()  # as in the first version: a snapshot that is half of the second one must not be trusted
     reports, bits = [], []
     for step in range(3):
         reports.append(facts(call())[:5])
@@ -87,17 +87,30 @@ def commit_breaks_off(rank: int, world: int, sources: int, write: int) -> Any:
     return error[2], (error[:2], reports, bits)
 
 
-@pytest.mark.parametrize("write", [1, 2, 3])
 @pytest.mark.parametrize("sources", [1, 2])
-def test_a_commit_that_breaks_off_in_the_middle_of_a_snapshot_loses_no_bits(ranks: Ranks, sources: int, write: int) -> None:
-    if sources == 2 and write == 3:
-        write = 1  # half of the model is two frames
-    causes, found = zip(*ranks.run(commit_breaks_off, sources, write), strict=True)
+def test_a_commit_that_breaks_off_loses_no_bits(ranks: Ranks, sources: int) -> None:
+    """The first time that a snapshot is settled it forgets what the last sync may have left, the second time it is the commit."""
+    causes, found = zip(*ranks.run(source_breaks_off, sources, "settle", 2), strict=True)
     (name, text), reports, bits = same(list(found))
     assert name == "ApplyFailed" and f"rank {sources - 1} of the group" in text and "OSError: the device is gone" in text
     assert causes[sources - 1] == "ApplyFailed" and {*causes[: sources - 1], *causes[sources:]} == {None}
     reason = "the last full sync failed" if sources == 1 else "sources hold different versions"
     assert reports == [(3, 2, "full", reason, 192), (4, 3, "delta", "", sources), (5, 4, "delta", "", sources)]
+    assert len({str(each) for each in bits}) == 3
+
+
+@pytest.mark.parametrize(("sources", "number"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)])
+def test_a_source_that_breaks_off_while_it_takes_changes_over_loses_no_bits(ranks: Ranks, sources: int, number: int) -> None:
+    """Before its first range it goes on from where it was; after that its snapshot is of no version."""
+    _, found = zip(*ranks.run(source_breaks_off, sources, "_take_over", number), strict=True)
+    (name, text), reports, bits = same(list(found))
+    assert name == "SyncFailed" and f"rank {sources - 1} of the group" in text and "OSError: the device is gone" in text
+    if number == 1:
+        assert reports[0][:4] == (2, 1, "delta", "")
+    else:
+        reason = "the last full sync failed" if sources == 1 else "sources hold different versions"
+        assert reports[0][1:4] == (1, "full", reason) or reports[0][2:4] == ("full", reason)
+    assert [report[2] for report in reports[1:]] == ["delta", "delta"]
     assert len({str(each) for each in bits}) == 3
 
 
