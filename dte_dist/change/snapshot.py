@@ -146,19 +146,28 @@ class Snapshot:
         if width not in self._rooms:
             most = min(len(self.bits[width]), _RANGE * self._segment)
             self._rooms[width] = _Room.of(min(len(self.bits[width]), _WAVE + most), width, self.device)
-        wave, filled = list[Changed](), 0
+        wave, filled, torn = list[Changed](), 0, self.torn
+        try:
+            for first, length in self._ranges(spans):
+                wave.append(self._take_over(live, width, (first, length), self._rooms[width].after(filled), detector))
+                self.torn = torn
+                filled, self._at_once = filled + len(wave[-1]), _RANGE if _SPARSE * len(wave[-1]) < length else 1
+                if filled >= _WAVE:
+                    done, wave, filled = wave, [], 0
+                    yield self._noted(width, done)
+        finally:  # also of what was found before a detector failed
+            last = self._noted(width, wave)
+        if last:
+            yield last
+
+    def _ranges(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Cut spans into ranges, as long as it pays by what was found last."""
         for begin, length in spans:
             first = begin
             while first < begin + length:
                 size = min(self._at_once * self._segment, begin + length - first)
-                wave.append(self._take_over(live, width, (first, size), self._rooms[width].after(filled), detector))
-                count, first = len(wave[-1]), first + size
-                filled, self._at_once = filled + count, _RANGE if _SPARSE * count < size else 1
-                if filled >= _WAVE:
-                    yield self._noted(width, wave)
-                    wave, filled = [], 0
-        if wave:
-            yield self._noted(width, wave)
+                yield first, size
+                first += size
 
     def _take_over(self, live: LiveSpace, width: int, where: tuple[int, int], room: _Room, detector: Detector | None) -> Changed:
         """Find what differs in a range and take it over; it has to be noted."""
@@ -191,10 +200,11 @@ class Snapshot:
 
     def _noted(self, width: int, wave: list[Changed]) -> list[Changed]:
         """Note what the ranges of a wave held before; return what changed in them."""
+        torn, self.torn = self.torn, True
         wave = [changed for changed in wave if len(changed)]
         few = all(changed.positions is not None and (4 + width) * len(changed) <= width * changed.length for changed in wave)
         self._before += self._few_before(width, wave) if few else [self._all_before(width, changed) for changed in wave]
-        self.torn = False
+        self.torn = torn
         return wave
 
     def _few_before(self, width: int, wave: list[Changed]) -> Iterator[_Before]:

@@ -154,10 +154,13 @@ class Channel:
 
     def _forget(self) -> None:
         """Forget what was prepared and staged; committed or not, it is of no more use."""
-        if self.parts.source is not None:
-            self.parts.source.rollback()
         if self.parts.receiver is not None:
             self.parts.receiver.rollback()
+        if self.parts.source is not None:
+            try:
+                self.parts.source.rollback()
+            except Exception:  # what the sync raises is the same on all ranks, and this is not; the next one says why it is full
+                _log.exception("the snapshot cannot be put back to what the receivers hold: the next sync is full")
 
     def _break(self, error: BaseException) -> DeltaError:
         """Close the channel and return the error that all survivors raise."""

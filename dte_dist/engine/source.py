@@ -174,13 +174,15 @@ class SourceState:
         """
         if self._outbox is not None:
             self._history.drop()
-        if self.snapshot is not None:
-            self.snapshot.undo()
-            if self.snapshot.torn:
+        try:
+            if self.snapshot is not None:
+                self.snapshot.undo()
+        finally:
+            if self.snapshot is not None and self.snapshot.torn:
                 self.chain.version = NONE
-        self._drop()
-        self.error = None
-        self.changed, self.codecs = 0, {}
+            self._drop()
+            self.error = None
+            self.changed, self.codecs = 0, {}
 
     def _settle(self) -> None:
         """Let the snapshot be what it is, without a version yet."""

@@ -138,13 +138,16 @@ class DeltaTracker:
 
     def rollback(self) -> None:
         """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes."""
-        if self._snapshot is not None:
-            self._snapshot.undo()
-            if self._snapshot.torn:
-                self._chain.version = NONE
         if self._pending is not None:
             self._pending = None
             self._chain.broken_off = True
+        if self._snapshot is None:
+            return
+        try:
+            self._snapshot.undo()
+        finally:
+            if self._snapshot.torn:
+                self._chain.version = NONE
 
     def _write(self, pending: _Pending) -> None:
         if pending.payload.full:

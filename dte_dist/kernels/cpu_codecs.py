@@ -320,7 +320,7 @@ def _room(count: int, *, zero: bool = False) -> Tensor:
 def warm(widths: Iterable[int]) -> None:
     """Compile every loop of the codecs by running it on a few elements; those for single elements for these widths."""
     few, away = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([0, 1, 2], [1, 700, -3]))
-    decode_ef(encode_ef(few, 99, 1), 3, 99, 1)
+    decode_ef(encode_ef(few, 99, best_low(3, 99)[0]), 3, 99, best_low(3, 99)[0])
     join_again(few, split_again(few, few)[0], few[:0], count_again(split_again(few, few)[0], 3))
     decode_ulp8(encode_ulp8(away, 2, count_ulp8(away)), 3, torch.int16, 1)
     classes = measure(away)

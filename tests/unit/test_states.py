@@ -31,7 +31,6 @@ from tests.unit.test_snapshot import Failing
 
 Tamper = Callable[[list[Tensor]], list[Tensor]]
 SCHEMA, STREAM = 1234, 77
-unguarded = pytest.mark.xfail(strict=True, reason="rollback gives up before it takes the version away")
 
 
 def bits(tensor: Tensor) -> list[int]:
@@ -629,7 +628,6 @@ def test_a_source_that_cannot_make_its_frames_stays_where_it_was(waves: None, af
     assert pair.sync() == 192 + len(range(0, 300, 7)) + 1 and same_bits(pair.trained, pair.copy)
 
 
-@unguarded
 @pytest.mark.parametrize("after", range(3))
 def test_a_source_that_cannot_go_back_has_no_version(waves: None, after: int) -> None:
     pair = of_two_widths()
