@@ -84,12 +84,12 @@ def block_at(rank: int, flag: str) -> None:
     place, name, number = {0: (Relay, "_send_bucket", 2), 1: (Relay, "move", 1)}.get(rank, (ReceiverState, "take", 2))
     original, calls = getattr(place, name), []
 
-    def stopping(*args: Any) -> Any:
+    def stopping(*args: Any, **kept: Any) -> Any:
         calls.append(args)
         if len(calls) == number:
             Path(flag).touch()
             threading.Event().wait()
-        return original(*args)
+        return original(*args, **kept)
 
     setattr(place, name, stopping)  # for good: this rank will be killed
 
