@@ -28,7 +28,7 @@ def loop(function: Callable[..., Any]) -> Any:
         ... def total(count):
         ...     return sum(range(count))
     """
-    return _stamped(njit(**_OPTIONS)(function))
+    return _stamped(njit(**_OPTIONS, no_cfunc_wrapper=True)(function))
 
 
 def part(function: Callable[..., Any]) -> Any:

@@ -12,8 +12,8 @@ from typing import Final
 
 __all__ = ["LinkSpeed"]
 
-_ENOUGH: Final = 1 << 20
-"""Bytes that say something about a link; fewer say more about latency."""
+_ENOUGH: Final = 16 << 20
+"""Bytes that say something about a link; of fewer, the buffers of sockets take so many that they seem to be there at once."""
 
 
 class LinkSpeed:
