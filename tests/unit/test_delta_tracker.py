@@ -150,10 +150,11 @@ def test_a_diff_that_breaks_off_is_followed_by_everything(small: None, told: boo
     assert not payload.full and changed(payload) == {"e": [7]}
 
 
+@pytest.mark.parametrize("count", [5, 17, 40])
 @pytest.mark.parametrize(("own", "wire"), [(torch.float64, torch.bfloat16), (torch.float16, torch.float32)], ids=str)
-def test_what_is_sent_whole_is_what_is_known(own: torch.dtype, wire: torch.dtype) -> None:
+def test_what_is_sent_whole_is_what_is_known(own: torch.dtype, wire: torch.dtype, count: int) -> None:
     """torch casts a NaN to one pattern in its vectors and to another behind them: it depends on what it is cast together with."""
-    weights = {name: torch.zeros(size, dtype=own) for name, size in (("a", 7), ("b", 40), ("c", 3))}
+    weights = {name: torch.zeros(size, dtype=own) for name, size in (("a", 7), ("b", count), ("c", 3))}
     tracker, dtypes = DeltaTracker(), dict.fromkeys(weights, wire)
     tracker.diff(weights, 1, wire=dtypes)
     tracker.commit()

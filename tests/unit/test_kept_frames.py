@@ -58,10 +58,15 @@ class Wire:
         if self.rank != root:
             return self.receive(tensor, root)
         others = [self.send(tensor, member) for member in self.members if member != root]
-        return Later(lambda: [other.wait() for other in others])
+
+        def happen() -> None:
+            for other in others:
+                other.wait()
+
+        return Later(happen)
 
     def swap(self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None) -> tuple[Later | None, Later | None]:
-        return outgoing and self.send(*outgoing), incoming and self.receive(*incoming)
+        return self.send(*outgoing) if outgoing else None, self.receive(*incoming) if incoming else None
 
 
 def frame_of(source: int, number: int, size: int, to: int = 0) -> Tensor:
@@ -69,7 +74,10 @@ def frame_of(source: int, number: int, size: int, to: int = 0) -> Tensor:
 
 
 def as_sent(frame: Tensor, late: bool) -> Frame:
-    return (lambda place: place.copy_(frame)) if late else frame
+    def write(place: Tensor) -> None:
+        place.copy_(frame)
+
+    return write if late else frame
 
 
 def check(taken: Taken, expected: dict[tuple[int, int], Tensor], keep: bool) -> None:
@@ -151,7 +159,11 @@ def test_what_was_kept_outlives_the_next_delta(keep: bool) -> None:
     for step in range(4):
         frame = frame_of(0, step, 512)
         lead.move({0: [512]}, [frame], [1], None, Phases(), keep=keep)
-        follow.move({0: [512]}, [], [1], lambda parcel, frame, step=step: taken.append((step, frame)), Phases(), keep=keep)
+
+        def take(parcel: Parcel, frame: Tensor, step: int = step) -> None:
+            taken.append((step, frame))
+
+        follow.move({0: [512]}, [], [1], take, Phases(), keep=keep)
     right = [torch.equal(frame, frame_of(0, step, 512)) for step, frame in taken]
     assert all(right) if keep else sum(right) < 4
 

@@ -200,7 +200,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Let seven threads share few positions, and return how many parts each call has had."""
     counted: list[int] = []
 
-    def split(work, total, **options):
+    def split(work: Callable[[int, int], bool], total: int, **options: int) -> list[bool]:
         results = threads.split(work, total, **options)
         counted.append(len(results))
         return results

@@ -271,7 +271,7 @@ def test_waves_that_nobody_asked_for_are_not_taken_over(kernel: Any, small: None
     next(waves)
     taken = model.known(4) == model.bits(4)
     assert taken[:40].all() and not taken[80:].any() and not model.snapshot.torn
-    waves.close()
+    del waves
     model.snapshot.undo()
     assert np.array_equal(model.known(4), before) and not model.snapshot.torn
 
