@@ -64,6 +64,12 @@ class Changed:
     def __len__(self) -> int:
         return len(self.new)
 
+    def listed(self) -> Tensor:
+        """Return the positions, also if all elements changed."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.length, dtype=torch.int32, device=self.new.device)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Room:

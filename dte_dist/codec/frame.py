@@ -22,7 +22,7 @@ from dte_dist import kernels
 from dte_dist.change.flat import BITS
 from dte_dist.codec import head as heads
 from dte_dist.codec.choose import FAST, Chooser
-from dte_dist.codec.head import AGAIN, CHECKSUM_WORD, ENTRY, HEAD, FrameHead
+from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD, SYNC_AGAIN, FrameHead
 from dte_dist.codec.history import History, Places
 from dte_dist.codec.index import DENSE, INDEX_CODECS, U16, Again, IndexCodec, Verdict
 from dte_dist.codec.value import MOST_RELATIVE, NO_TERMS, RAW, VALUE_CODECS, Terms, ValueCodec, Values
@@ -100,10 +100,9 @@ class FrameWriter:
     __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_padding", "_places", "_streams", "codecs")
 
     def __init__(self, head: FrameHead, device: torch.device | str, chooser: Chooser = FAST, history: History | None = None) -> None:
-        keeps = history is not None and chooser.keeps and not head.seed
-        self._history = history if keeps else None
-        self._before = history.before(head) if keeps and history is not None else None
-        self._head, self._places = replace(head, keep=keeps), Places()
+        self._history = history if chooser.keeps and not head.seed else None
+        self._before = self._history.before(head) if self._history is not None else None
+        self._head, self._places = replace(head, keep=self._history is not None), Places()
         self._chooser = chooser
         self._device = torch.device(device)
         self._entries: list[tuple[int, ...]] = []
@@ -289,14 +288,14 @@ def _places(segments: Iterable[Segment]) -> Places:
 def _check_sum(frame: Tensor, claimed: int) -> None:
     actual = int(kernels.on(frame.device).checksum(frame, CHECKSUM_WORD)) if frame.numel() % 8 == 0 else None
     if actual != claimed:
-        raise FrameError("a frame is damaged: its checksum is wrong", expected=claimed, got=actual, fix=AGAIN)
+        raise FrameError("a frame is damaged: its checksum is wrong", expected=claimed, got=actual, fix=SYNC_AGAIN)
 
 
 def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead) -> list[_Entry]:
     """Check every number of the table; `start` are the first bytes of the frame on the host, where the table mostly lies."""
     at = HEAD.itemsize + segments * ENTRY.itemsize
     if not HEAD.itemsize < at <= frame.numel():
-        raise FrameError("a frame has no room for its segments", expected="at least one, within the frame", got=segments, fix=AGAIN)
+        raise FrameError("a frame has no room for its segments", expected="at least one, within the frame", got=segments, fix=SYNC_AGAIN)
     if at > len(start):
         start = frame[:at].cpu().numpy()
     entries: list[_Entry] = []
@@ -346,7 +345,7 @@ def _answers(verdicts: list[Verdict]) -> list[bool]:
 
 
 def _bad_segment(got: str, expected: str) -> FrameError:
-    return FrameError("a segment of a frame is not sound", expected=expected, got=got, fix=AGAIN)
+    return FrameError("a segment of a frame is not sound", expected=expected, got=got, fix=SYNC_AGAIN)
 
 
 def _padded(size: int) -> int:

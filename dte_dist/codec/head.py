@@ -15,7 +15,16 @@ from torch import Tensor
 from dte_dist.errors import FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 
 __all__ = [
-    "AGAIN", "CHECKSUM_WORD", "ENTRY", "HEAD", "FrameHead", "check_head", "check_tensor", "head_of", "pack_head", "read_head",
+    "CHECKSUM_WORD",
+    "ENTRY",
+    "HEAD",
+    "SYNC_AGAIN",
+    "FrameHead",
+    "check_head",
+    "check_tensor",
+    "head_of",
+    "pack_head",
+    "read_head",
     "unpack_head",
 ]  # fmt: skip
 
@@ -39,7 +48,7 @@ ENTRY: Final = np.dtype([
 ])  # fmt: skip
 """40 bytes; `index` and `value` are the numbers of the codecs, what follows is what they need to know to read their streams."""
 
-AGAIN: Final = "nothing of it was applied; sync again, the next delta contains this one"
+SYNC_AGAIN: Final = "nothing of it was applied; sync again, the next delta contains this one"
 
 
 _SEED_IT: Final = "seed this receiver with a full sync"
@@ -99,13 +108,13 @@ def unpack_head(start: np.ndarray, size: int) -> dict[str, Any]:
         FrameError: these are not the first bytes of such a frame.
     """
     if len(start) < HEAD.itemsize:
-        raise FrameError("a frame is cut short", expected=f"at least {HEAD.itemsize} bytes", got=f"{size} bytes", fix=AGAIN)
+        raise FrameError("a frame is cut short", expected=f"at least {HEAD.itemsize} bytes", got=f"{size} bytes", fix=SYNC_AGAIN)
     row = dict(zip(HEAD.names or (), start[: HEAD.itemsize].view(HEAD)[0].item(), strict=True))
     for name, expected in (("magic", MAGIC), ("format", FORMAT), ("size", size), ("zero", 0)):
         if row[name] != expected:
-            raise FrameError(f"not a frame, or one cut short: its {name} is wrong", expected=expected, got=row[name], fix=AGAIN)
+            raise FrameError(f"not a frame, or one cut short: its {name} is wrong", expected=expected, got=row[name], fix=SYNC_AGAIN)
     if row["flags"] not in {0, _SEED, _KEEP}:
-        raise FrameError("a frame has flags of a later format", expected="0, 1 or 2", got=row["flags"], fix=AGAIN)
+        raise FrameError("a frame has flags of a later format", expected="0, 1 or 2", got=row["flags"], fix=SYNC_AGAIN)
     return row
 
 
@@ -148,7 +157,7 @@ def check_head(head: FrameHead, expect: FrameHead) -> None:
 def _check_field(name: str, head: FrameHead, expect: FrameHead) -> None:
     got, expected = getattr(head, name), getattr(expect, name)
     if got != expected:
-        raise FrameError(f"a frame does not belong here: its {name} is wrong", expected=expected, got=got, fix=AGAIN)
+        raise FrameError(f"a frame does not belong here: its {name} is wrong", expected=expected, got=got, fix=SYNC_AGAIN)
 
 
 def _check_versions(head: FrameHead, expect: FrameHead) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.codec import head
+from dte_dist.codec.head import SYNC_AGAIN
 from dte_dist.errors import FrameError
 from dte_dist.kernels.planes import MOST_LOW, ef_size, words
 
@@ -216,7 +216,7 @@ class Again:
         again: int = codecs.count_again(plane, len(known))
         if not 0 <= again <= count:
             what, got = f"a stream of codec {self.name} is not sound", "others" if again < 0 else again
-            raise FrameError(what, expected=f"up to {count} of {len(known)} that come again", got=got, fix=head.AGAIN)
+            raise FrameError(what, expected=f"up to {count} of {len(known)} that come again", got=got, fix=SYNC_AGAIN)
         fresh = count - again
         _check_low(self.name, low, MOST_LOW if fresh else 0)
         check_size(self.name, stream, at + (ef_size(fresh, length, low) if fresh else 0))
@@ -239,9 +239,9 @@ def check_size(name: str, stream: Tensor, size: int) -> None:
     """Raise FrameError unless a stream of the codec `name` has `size` bytes."""
     if stream.numel() != size:
         what = f"a stream of codec {name} has the wrong size"
-        raise FrameError(what, expected=f"{size} bytes", got=f"{stream.numel()} bytes", fix=head.AGAIN)
+        raise FrameError(what, expected=f"{size} bytes", got=f"{stream.numel()} bytes", fix=SYNC_AGAIN)
 
 
 def _check_low(name: str, low: int, most: int) -> None:
     if low > most:
-        raise FrameError(f"a stream of codec {name} cannot have so many low bits", expected=f"up to {most}", got=low, fix=head.AGAIN)
+        raise FrameError(f"a stream of codec {name} cannot have so many low bits", expected=f"up to {most}", got=low, fix=SYNC_AGAIN)

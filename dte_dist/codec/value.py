@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
-from dte_dist.codec.head import AGAIN
+from dte_dist.codec.head import SYNC_AGAIN
 from dte_dist.codec.index import Verdict, check_size
 from dte_dist.errors import FrameError
 from dte_dist.kernels.planes import MOST_LOW, Classes, Planes, ef_size, low_size, padded, words
@@ -198,10 +198,10 @@ def _escapes(name: str, stream: Tensor, before: int, width: int, most: int) -> i
     escapes, odd = divmod(len(stream) - before, width)
     if odd or not 0 <= escapes <= most:
         expected = f"{before} to {before + most * width} bytes, in steps of {width}"
-        raise FrameError(f"a stream of codec {name} has the wrong size", expected=expected, got=f"{len(stream)} bytes", fix=AGAIN)
+        raise FrameError(f"a stream of codec {name} has the wrong size", expected=expected, got=f"{len(stream)} bytes", fix=SYNC_AGAIN)
     return escapes
 
 
 def _check_terms(name: str, terms: Terms, fits: bool) -> None:
     if not fits:
-        raise FrameError(f"a stream of codec {name} cannot have these terms", expected="those of its codec", got=terms, fix=AGAIN)
+        raise FrameError(f"a stream of codec {name} cannot have these terms", expected="those of its codec", got=terms, fix=SYNC_AGAIN)

@@ -134,7 +134,7 @@ class Channel:
             return 0
         chain, anchor = self.parts.source.chain, self.options.anchor_interval
         if chain.version == NONE:
-            return REASONS.index("first sync" if chain.newest == NONE else "the last full sync failed")
+            return REASONS.index("first sync" if chain.newest == NONE else "no version since a sync broke off")
         if mode == "full":
             return REASONS.index("mode")
         return REASONS.index("anchor") if anchor is not None and chain.deltas >= anchor else 0

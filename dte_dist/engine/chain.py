@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dte_dist.change.snapshot import Snapshot
 from dte_dist.codec import FrameHead
 from dte_dist.plan.schedule import Chunk
 
@@ -40,6 +41,16 @@ class Chain:
         self.deltas = 0 if full else self.deltas + 1
         self.newest = max(self.newest, version)
         self.broken_off = False
+
+    def put_back(self, snapshot: Snapshot | None) -> None:
+        """Undo what a source's snapshot took over and did not settle; without a version if it cannot be what it was."""
+        if snapshot is None:
+            return
+        try:
+            snapshot.undo()
+        finally:
+            if snapshot.torn:
+                self.version = NONE
 
     def forget(self) -> None:
         """Stand where a rank stands that never held anything."""

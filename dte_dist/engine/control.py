@@ -74,7 +74,7 @@ class ControlRow:
         return cls(*row[: cls.columns()].tolist())
 
 
-REASONS: Final = ("", "first sync", "mode", "anchor", "the last full sync failed")
+REASONS: Final = ("", "first sync", "mode", "anchor", "no version since a sync broke off")
 """Why a source prepares a full sync."""
 
 

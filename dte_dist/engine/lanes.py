@@ -33,7 +33,7 @@ from dte_dist.codec import FAST, Chooser, FrameWriter, History
 from dte_dist.engine.chain import Step
 from dte_dist.engine.joined import join_alike
 from dte_dist.plan.remap import Remap
-from dte_dist.plan.schedule import Chunk
+from dte_dist.plan.schedule import Chunk, segments_of
 
 __all__ = ["Lanes", "Outbox", "PairLane", "PairLanes", "RelayLanes", "step_of_lane"]
 
@@ -122,22 +122,20 @@ class _RelayOutbox(Outbox):
         self._writer: FrameWriter | None = None
 
     def add(self, width: int, changed: Changed) -> None:
-        chunk, known = self._reach(width, changed.first), self._known.bits[width]
+        self._reach(width, changed.first)
+        known = self._known.bits[width]
         relative = self._chooser.relative(width)
         values = kernels.codecs_on(known.device).distances(changed.old, changed.new) if relative else changed.new
-        (cuts,) = _cut([_segments_of(chunk, changed)], changed.positions, changed.first)
+        (cuts,) = _cut([list(segments_of(changed.first, changed.length))], changed.positions, changed.first)
         writer = self._writer = self._writer or self._next()
         for cut in cuts:
             positions = None if changed.positions is None else changed.positions[cut.here] - (cut.first - changed.first)
-            whole = partial(_part, known, cut.first, cut.length)
+            whole = partial(known.narrow, 0, cut.first, cut.length)
             writer.add(cut.first, cut.length, positions, values[cut.here], relative=relative, whole=whole)
 
-    def _reach(self, width: int, position: int) -> Chunk:
-        """Return the chunk that holds a position, having finished the frames before it: one frame is in the making at a time."""
-        while True:
-            chunk = self._chunks[len(self._frames)]
-            if chunk.width == width and position < chunk.first + chunk.length:
-                return chunk
+    def _reach(self, width: int, position: int) -> None:
+        """Finish the frames before that of the chunk that holds a position: one is in the making at a time."""
+        while (chunk := self._chunks[len(self._frames)]).width != width or position >= chunk.first + chunk.length:
             self._finish()
 
     def _next(self) -> FrameWriter:
@@ -242,9 +240,7 @@ class _PairOutbox(Outbox):
             outbox.add(width, changed)
         if not self._lanes:
             return
-        positions, values = changed.positions, changed.new
-        if positions is None:
-            positions = torch.arange(changed.length, dtype=torch.int32, device=values.device)
+        positions, values = changed.listed(), changed.new
         if self._chooser.relative(width):
             codecs = kernels.codecs_on(values.device)
             values = codecs.narrow(codecs.distances(changed.old, changed.new), values.dtype)
@@ -322,15 +318,6 @@ def _cut(groups: Sequence[Sequence[tuple[int, int]]], positions: Tensor | None, 
             cuts.append(_Cut(first, length, slice(at, at + count)))
             at += count
         yield cuts
-
-
-def _segments_of(chunk: Chunk, changed: Changed) -> list[tuple[int, int]]:
-    """Return the segments of a chunk that lie in a range."""
-    return [(first, length) for first, length in chunk.segments() if 0 <= first - changed.first < changed.length]
-
-
-def _part(bits: Tensor, first: int, length: int) -> Tensor:
-    return bits[first : first + length]
 
 
 def _finish(writer: FrameWriter, out: Tensor, device: torch.device) -> None:

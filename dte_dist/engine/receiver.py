@@ -90,7 +90,7 @@ class ReceiverState:
             self.error = error
 
     def _take(self, frame: Tensor, expected: FrameHead) -> None:
-        segments = read_frame(frame, expected, self._history, packed=True)
+        segments = read_frame(frame, expected, self._history, packed=frame.is_cpu)  # elsewhere to check a stream is to read it
         target = self._targets.get(expected.width)
         if target is None:
             return

@@ -175,11 +175,8 @@ class SourceState:
         if self._outbox is not None:
             self._history.drop()
         try:
-            if self.snapshot is not None:
-                self.snapshot.undo()
+            self.chain.put_back(self.snapshot)
         finally:
-            if self.snapshot is not None and self.snapshot.torn:
-                self.chain.version = NONE
             self._drop()
             self.error = None
             self.changed, self.codecs = 0, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,13 +142,7 @@ class DeltaTracker:
         if self._pending is not None:
             self._pending = None
             self._chain.broken_off = True
-        if self._snapshot is None:
-            return
-        try:
-            self._snapshot.undo()
-        finally:
-            if self._snapshot.torn:
-                self._chain.version = NONE
+        self._chain.put_back(self._snapshot)
 
     def _write(self, pending: _Pending) -> None:
         if pending.payload.full:
@@ -202,18 +197,15 @@ class DeltaTracker:
 def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[int, list[tuple[Tensor, Tensor]]]:
     """Return changed positions and bits by tensor, in order; the space is compared across tensor borders."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for wave in known.advance(live, width, [(0, int(space.starts[-1]))]):
-        for changed in wave:
-            first, positions = changed.first, changed.positions
-            if positions is None:
-                positions = torch.arange(changed.length, dtype=torch.int32, device=known.device)
-            low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, first + changed.length))
-            edges = torch.from_numpy((space.starts[low : high + 1] - first).clip(0, changed.length).astype(np.int32)).to(positions.device)
-            bounds = torch.searchsorted(positions, edges).tolist()
-            for index in np.flatnonzero(np.diff(bounds)).tolist():
-                here = slice(bounds[index], bounds[index + 1])
-                moved = positions[here].to(torch.int64) + (first - int(space.starts[low + index]))
-                found.setdefault(low + index, []).append((moved, changed.new[here].clone()))
+    for changed in itertools.chain.from_iterable(known.advance(live, width, [(0, int(space.starts[-1]))])):
+        first, end, positions = changed.first, changed.first + changed.length, changed.listed()
+        low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, end))
+        edges = torch.from_numpy((space.starts[low : high + 1] - first).clip(0, changed.length).astype(np.int32)).to(positions.device)
+        bounds = torch.searchsorted(positions, edges).tolist()
+        for index in np.flatnonzero(np.diff(bounds)).tolist():
+            here = slice(bounds[index], bounds[index + 1])
+            moved = positions[here].to(torch.int64) + (first - int(space.starts[low + index]))
+            found.setdefault(low + index, []).append((moved, changed.new[here].clone()))
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from dte_dist.kernels.compiled import loop, part
+from dte_dist.kernels.loops import until
 from dte_dist.kernels.memory import at as _at
 from dte_dist.kernels.memory import lowest as _lowest
 from dte_dist.kernels.memory import ones as _ones
@@ -23,19 +24,6 @@ _ZERO, _ONE = np.uint64(0), np.uint64(1)
 _ABOVE: Final = np.int32(0x7FFFFFFF)
 _BELOW: Final = np.int32(-1)
 _VALID: Final = np.int32(0x3FFFFFFF)
-
-
-@part
-def _find(positions, count, bound):
-    """Return how many ascending positions are below a bound."""
-    position, low, high = _at(positions, _I32), np.int64(0), np.int64(count)
-    while low < high:
-        middle = (low + high) >> 1
-        if position[middle] < bound:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @part
@@ -58,7 +46,7 @@ def split_again(previous, size, positions, count, plane, fresh):
     """
     before, now, out = _at(previous, _I32), _at(positions, _I32), _at(fresh, _I32)
     half = (np.int64(size) >> 1) & -64
-    middle = _find(positions, count, before[half]) if half else np.int64(0)
+    middle = until(positions, np.int64(0), count, before[half]) if half and count else np.int64(0)
     i = j = found = np.int64(0)
     i2, j2, found2 = half, middle, middle
     filled = filled2 = _ZERO

@@ -48,5 +48,5 @@ def _stamped(compiled: Any) -> Any:
 def _stamp() -> str:
     """Return a hash of all files whose code may be in a loop."""
     here = Path(__file__).parent
-    files = sorted(here.glob("*loops.py")) + [here / name for name in ("compiled.py", "memory.py", "planes.py", "table.py")]
+    files = sorted(here.glob("*loops.py")) + [here / name for name in ("compiled.py", "memory.py", "planes.py", "table.py", "vector.py")]
     return blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()

@@ -50,7 +50,7 @@ def advance(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, 
     def part(low: int, high: int) -> tuple[int, int]:
         where = (then + width * low, to + 4 * low, before + width * low, after + width * low)
         count = loops.advance(sample, width, table.address, begin + low, begin + high, *where)
-        if low:
+        if low and count < high - low:  # else no position was written
             positions[low : low + count] += low
         return low, count
 

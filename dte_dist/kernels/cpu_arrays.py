@@ -52,6 +52,7 @@ def is_wide(positions: Tensor) -> bool:
 
 
 def check_range(flat: Flat, begin: int, end: int) -> None:
+    """Raise IndexError unless [begin, end) are elements of `flat`."""
     if not 0 <= begin <= end <= len(flat):
         raise IndexError(f"elements [{begin}, {end}) are not within the {len(flat)} of the flat array")
 

@@ -80,11 +80,15 @@ def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Fl
         length: of the segment that the positions are in.
 
     Raises:
+        ValueError: there are not as many positions as values.
         IndexError: the tables lead out of `flat`; some of the others have been written.
     """
     count, width, sample, touched = len(values), values.element_size(), SAMPLES[values.dtype], np.zeros(len(flat.tensors), np.bool_)
-    at = address(positions, count, torch.int32) if length is None else address(positions, 2 * count, torch.uint8)
-    by, marks, blocks = address(values, width=flat.width), touched.ctypes.data, 0 if length is None else -(-length >> 16)
+    blocks = 0 if length is None else -(-length >> 16)
+    if len(positions) != (count if length is None else 4 * blocks + 2 * count):
+        raise ValueError(f"positions of {len(positions)} elements do not fit {count} values")
+    at = address(positions, dtype=torch.int32 if length is None else torch.uint8)
+    by, marks = address(values, width=flat.width), touched.ctypes.data
     tables, there = cpu_remap.tables_at(remap), arrays.bits_table(flat).address
 
     def part(low: int, high: int) -> bool:

@@ -21,7 +21,7 @@ from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAP
 
 __all__ = [
     "advance", "check_u16", "checksum", "copy", "decode_u16", "element", "encode_u16", "find", "gather", "join", "put", "scatter",
-    "sorted_below", "to_bf16",
+    "sorted_below", "to_bf16", "until",
 ]  # fmt: skip
 
 _ROWS: Final = 32  # of a transposed matrix that are copied at once
@@ -53,6 +53,25 @@ def find(table, index, position):
         else:
             high = middle
     return index
+
+
+@part
+def until(positions, i, count, limit):
+    """Return the first of the places [i, count), which are some, whose position is at least `limit`; near `i` first."""
+    position, reach = at(positions, _I32), 1
+    if position[count - 1] < limit:
+        return count
+    while i + reach < count and position[i + reach] < limit:
+        i += reach
+        reach += reach
+    end = min(i + reach, count)
+    while i < end:
+        middle = (i + end) >> 1
+        if position[middle] < limit:
+            i = middle + 1
+        else:
+            end = middle
+    return i
 
 
 @part

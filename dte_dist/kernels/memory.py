@@ -13,10 +13,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["BLOCK", "at", "column", "differing", "high_product", "lowest", "move", "move_down", "ones", "stack", "word"]
+__all__ = ["BLOCK", "SOME", "at", "column", "differing", "high_product", "lowest", "move", "move_down", "ones", "stack", "word"]
 
 BLOCK: Final = 64
 """Bytes that `differing` compares: two AVX2 registers or one of AVX-512, and at most 64 elements, one bit each."""
+
+SOME: Final = 512
+"""Elements that are worked on together: what they need fits into `stack`, and their cache lines into the first cache."""
 
 
 @intrinsic

@@ -14,17 +14,17 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.kernels.codec_loops import moved, scatter_add
+from dte_dist.kernels.codec_loops import scatter_add
 from dte_dist.kernels.compiled import loop, part
-from dte_dist.kernels.loops import copy, find, scatter
-from dte_dist.kernels.memory import at, column, high_product, move, stack
+from dte_dist.kernels.loops import copy, find, scatter, until
+from dte_dist.kernels.memory import SOME, at, column, high_product, move, stack
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
+from dte_dist.kernels.vector import moved
 
 __all__ = ["patch", "place", "translate"]
 
 _BEGIN, _END, _SHIFT, _ORIGIN, _AXIS, _AXES, _EXTENT, _STRIDE, _SEGMENT, _LOW, _HIGH, _TARGET, _ENTRIES = range(13)
 _MOST_AXES: Final = 16
-_SOME: Final = 512  # positions that are worked on together: they and their values fit into `stack`
 _U8, _U16, _U32, _U64, _I32, _I64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0), np.int32(0), np.int64(0)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -60,25 +60,6 @@ def _row(remap, entry, row):
             return k
         base += (coordinate - low[k] + target[k]) * stride[a]
     return base
-
-
-@part
-def _until(positions, i, count, limit):
-    """Return the first of the places [i, count), which are some, whose position is at least `limit`; near `i` first."""
-    position, reach = at(positions, _I32), 1
-    if position[count - 1] < limit:
-        return count
-    while i + reach < count and position[i + reach] < limit:
-        i += reach
-        reach += reach
-    end = min(i + reach, count)
-    while i < end:
-        middle = (i + end) >> 1
-        if position[middle] < limit:
-            i = middle + 1
-        else:
-            end = middle
-    return i
 
 
 @part
@@ -157,7 +138,7 @@ def _in_rows(sample, remap, entry, offset, positions, bits, count, out, kept):
     while i < count:
         row = (position[i] + offset) // length
         start = row * length - offset
-        stop, base, k = _until(positions, i, count, start + length), _row(remap, entry, row), segment[inner]
+        stop, base, k = until(positions, i, count, start + length), _row(remap, entry, row), segment[inner]
         i = stop if base < 0 else i
         while i < stop:
             coordinate = position[i] - start
@@ -190,10 +171,10 @@ def _translate(sample, width, remap, entry, first, positions, bits, count, out, 
     origin, axes = column(remap, _ORIGIN), column(remap, _AXES)
     found, i, entries, parts = _I64, _I64, at(remap, _I64)[_ENTRIES], stack()
     while i < count and entry < entries:
-        i = _until(positions, i, count, begin[entry] - first)
+        i = until(positions, i, count, begin[entry] - first)
         if i == count:
             break
-        stop = _until(positions, i, count, end[entry] - first)
+        stop = until(positions, i, count, end[entry] - first)
         here, old, to, new, offset = positions + 4 * i, bits + width * i, out + 8 * found, kept + width * found, first - origin[entry]
         if axes[entry] == 0:
             found += _shift(sample, width, first + shift[entry], here, old, stop - i, to, new)
@@ -262,7 +243,7 @@ def patch(sample, width, remap, entry, first, positions, blocks, values, low, hi
     """
     starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
     begin, end, shift, axes = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT), column(remap, _AXES)
-    to, held, unpacked, here = stack(), stack() + 8 * _SOME, stack() + 16 * _SOME, positions
+    to, held, unpacked, here = stack(), stack() + 8 * SOME, stack() + 16 * SOME, positions
     entries, total, index, missing, block, left = at(remap, _I64)[_ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64, _I64, _I64
     if blocks:
         number, skip = at(positions, _U32), low
@@ -270,8 +251,8 @@ def patch(sample, width, remap, entry, first, positions, blocks, values, low, hi
             skip -= np.int64(number[block])
             block += 1
         left = np.int64(number[block]) - skip if block < blocks else _I64
-    for now in range(low, high, _SOME):
-        size, mine = min(_SOME, high - now), values + width * now
+    for now in range(low, high, SOME):
+        size, mine = min(SOME, high - now), values + width * now
         if blocks:
             block, left = _unpack(positions, blocks, block, left, size, unpacked)
             here = unpacked

@@ -12,12 +12,23 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
 
-__all__ = ["SEGMENT", "Chunk", "Parcel", "Schedule", "pack_buckets"]
+__all__ = ["SEGMENT", "Chunk", "Parcel", "Schedule", "pack_buckets", "segments_of"]
 
 SEGMENT: Final = 1 << 20
 """Most elements of a segment: the unit of detection and of codec choice."""
 
 _MOST_CHUNKS: Final = 1 << 14
+
+
+def segments_of(first: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, length) of each segment of elements [first, first + length), which begin with one.
+
+    Example:
+        >>> list(segments_of(5, SEGMENT + 1))
+        [(5, 1048576), (1048581, 1)]
+    """
+    for begin in range(first, first + length, SEGMENT):
+        yield begin, min(SEGMENT, first + length - begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +41,8 @@ class Chunk:
     length: int
 
     def segments(self) -> Iterator[tuple[int, int]]:
-        """Yield (first, length) of each segment of the chunk."""
-        for first in range(self.first, self.first + self.length, SEGMENT):
-            yield first, min(SEGMENT, self.first + self.length - first)
+        """Return (first, length) of each segment of the chunk."""
+        return segments_of(self.first, self.length)
 
 
 @dataclass(frozen=True, slots=True)

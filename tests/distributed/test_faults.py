@@ -94,7 +94,7 @@ def test_a_commit_that_breaks_off_loses_no_bits(ranks: Ranks, sources: int) -> N
     (name, text), reports, bits = same(list(found))
     assert name == "ApplyFailed" and f"rank {sources - 1} of the group" in text and "OSError: the device is gone" in text
     assert causes[sources - 1] == "ApplyFailed" and {*causes[: sources - 1], *causes[sources:]} == {None}
-    reason = "the last full sync failed" if sources == 1 else "sources hold different versions"
+    reason = "no version since a sync broke off" if sources == 1 else "sources hold different versions"
     assert reports == [(3, 2, "full", reason, 192), (4, 3, "delta", "", sources), (5, 4, "delta", "", sources)]
     assert len({str(each) for each in bits}) == 3
 

@@ -453,7 +453,7 @@ def full_that_fails(rank: int, world: int) -> Any:
 def test_a_full_sync_that_fails_moves_no_receiver_and_the_next_one_is_full_and_says_why(ranks: Ranks) -> None:
     error, untouched, third, fourth, _ = same(ranks.run(full_that_fails))
     assert error == "VersionReplay" and untouched
-    assert third == (3, 2, "full", "the last full sync failed") and fourth == (4, 3, "delta", "")
+    assert third == (3, 2, "full", "no version since a sync broke off") and fourth == (4, 3, "delta", "")
 
 
 def anchored(rank: int, world: int) -> Any:

@@ -48,7 +48,17 @@ def test_the_stamp_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.Monk
     make = compiled._stamp.__wrapped__
     first = make()
     assert first == compiled._stamp() == loops.advance._cache._cache_file._source_stamp
-    for name in ("loops.py", "remap_loops.py", "codec_loops.py", "again_loops.py", "memory.py", "planes.py", "table.py", "compiled.py"):
+    for name in (
+        "loops.py",
+        "remap_loops.py",
+        "codec_loops.py",
+        "again_loops.py",
+        "memory.py",
+        "planes.py",
+        "table.py",
+        "vector.py",
+        "compiled.py",
+    ):
         before = make()
         with (tmp_path / name).open("a") as file:
             file.write("\n")

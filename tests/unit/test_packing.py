@@ -121,7 +121,9 @@ def test_whatever_stands_in_a_description_it_is_read_or_refused(key: str, value:
 @given(st.binary(max_size=60), st.integers(0, 200), st.integers(0, 200))
 def test_bytes_cut_out_and_put_in_are_read_or_refused(put: bytes, at: int, cut: int) -> None:
     text = Packed(Payload(3, 2, False, {"w": torch.zeros(2, 3)})).text
+    damaged = text[:at] + put + text[at + cut :]
     try:
-        Description.from_bytes(text[:at] + put + text[at + cut :])
+        found = Description.from_bytes(damaged)
     except FrameError:
         return
+    assert json.loads(found.to_bytes()) | {"plan": ""} == json.loads(damaged) | {"plan": ""}

@@ -274,9 +274,10 @@ def test_wrong_arrays_are_refused() -> None:
     for at, new, length in (
         (positions.long(), values, None), (positions[:3], values, None), (positions, values.int(), None),
         (positions[::2], values[:2], None), (positions, values.repeat(2)[::2], None), (positions, values, 10),
-        (cpu.encode_u16(positions, 10), values, None),
+        (cpu.encode_u16(positions, 10), values, None), (positions, values[:3], None), (cpu.encode_u16(positions, 10), values[:3], 10),
+        (cpu.encode_u16(positions, 10), values, 70_000),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="expected >="):
+        with pytest.raises(ValueError, match=r"expected >=|do not fit"):
             cpu_codecs.patch(remap, 0, at, new, flat, relative=False, length=length)
     assert content(flat) == before
     masters = FlatTensors([torch.zeros(10)], 2).read_as([torch.bfloat16])
