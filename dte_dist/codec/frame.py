@@ -200,7 +200,7 @@ class FrameWriter:
     ) -> None:
         self.codecs[f"{pair[0].name}+{pair[1].name}"] += 1
         sizes = [0 if stream is None else stream.numel() for stream in streams]
-        of_pair = pair[0].number, pair[1].number, low, terms.shift, terms.spread, 0, terms.far, terms.further
+        of_pair = pair[0].number, pair[1].number, low, terms.shift, terms.spread, 0, terms.far, terms.unary
         self._entries.append((*where, *sizes, *of_pair))
         for stream, size in zip(streams, sizes, strict=True):
             if stream is not None:
@@ -301,7 +301,7 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
     entries: list[_Entry] = []
     border, end = head.first, head.first + head.length
     for row in start[HEAD.itemsize : at].view(ENTRY).tolist():
-        first, length, count, index_bytes, value_bytes, index, value, low, shift, spread, zero, far, further = row
+        first, length, count, index_bytes, value_bytes, index, value, low, shift, spread, zero, far, unary = row
         if not (border <= first and first + length <= end and 1 <= count <= length <= _MOST_ELEMENTS):
             raise _bad_segment(f"{count} changes in [{first}, {first + length})", f"at least one, all in what is left, [{border}, {end})")
         if index not in INDEX_CODECS or value not in VALUE_CODECS or zero:
@@ -312,7 +312,7 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
         if stop > frame.numel():
             raise _bad_segment(f"streams up to byte {stop}", f"a frame of {frame.numel()} bytes")
         spans = slice(at, at + index_bytes), slice(middle, middle + value_bytes)
-        terms = Terms(shift, spread, far, further)
+        terms = Terms(shift, spread, far, unary)
         entries.append(_Entry(first, length, count, INDEX_CODECS[index], VALUE_CODECS[value], low, terms, *spans))
         border, at = first + length, stop
     if at != frame.numel():

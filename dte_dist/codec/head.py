@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAGIC: Final = b"DTEF"
-FORMAT: Final = 2
+FORMAT: Final = 3
 CHECKSUM_WORD: Final = 1
 _SEED: Final = 1
 _KEEP: Final = 2
@@ -44,7 +44,7 @@ HEAD: Final = np.dtype([
 ENTRY: Final = np.dtype([
     ("first", "<u8"), ("length", "<u4"), ("count", "<u4"), ("index_bytes", "<u4"), ("value_bytes", "<u4"),
     ("index", "u1"), ("value", "u1"), ("low", "u1"), ("shift", "u1"), ("spread", "<u2"), ("zero", "<u2"),
-    ("far", "<u4"), ("further", "<u4"),
+    ("far", "<u4"), ("unary", "<u4"),
 ])  # fmt: skip
 """40 bytes; `index` and `value` are the numbers of the codecs, what follows is what they need to know to read their streams."""
 

@@ -9,7 +9,7 @@ distances to it. They exist for elements of 1, 2 and 4 bytes.
 | 0 | `raw` | no | the bits as they are |
 | 1 | `ulp` | yes | the distances as they are |
 | 2 | `ulp8` | yes | an int8 each; those that do not fit follow |
-| 3 | `planes` | yes | a bit for the sign, some low bits, a bit whether there is more; the rest only where it is not zero |
+| 3 | `planes` | yes | a bit for the sign, some low bits, and whether there is more; the rest, only where it is not zero, as its length in unary and its bits |
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class Terms(NamedTuple):
     Attributes:
         shift: low bits that are written as they are.
         spread: 1 more than the low bits of the positions of the far ones; 0 if these are a plane.
-        far, further: how many.
+        far: how many.
+        unary: the bits of all their high parts.
     """
 
     shift: int = 0
     spread: int = 0
     far: int = 0
-    further: int = 0
+    unary: int = 0
 
 
 NO_TERMS: Final = Terms()
@@ -175,17 +176,16 @@ class BitPlanes:
     def encode(self, values: Values) -> tuple[Tensor, Terms]:
         plan = values.planes
         stream = kernels.codecs_on(values.values.device).encode_planes(values.classes, values.width, plan)
-        return stream, Terms(plan.shift, plan.spread + 1, plan.far, plan.further)
+        return stream, Terms(plan.shift, plan.spread + 1, plan.far, plan.unary)
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
-        spread, width = terms.spread - 1, dtype.itemsize
-        fits = terms.shift < 8 * width and spread <= MOST_LOW and terms.further <= terms.far <= count
-        _check_terms(self.name, terms, fits)
-        places = words(count) if spread < 0 else ef_size(terms.far, count, spread)
-        size = words(count) + low_size(count, terms.shift) + places + words(terms.far) + padded(terms.further)
-        escapes = _escapes(self.name, stream, size, width, terms.further)
-        plan = Planes(terms.shift, spread, terms.far, terms.further, escapes, len(stream))
-        return kernels.codecs_on(stream.device).decode_planes(stream, count, dtype, plan)
+        shift, spread, far, unary = terms.shift, terms.spread - 1, terms.far, terms.unary
+        most = 8 * dtype.itemsize - shift
+        _check_terms(self.name, terms, most > 0 and spread <= MOST_LOW and far <= count and far <= unary <= far * most)
+        places = words(count) if spread < 0 else ef_size(far, count, spread)
+        size = words(count) + low_size(count, shift) + places + words(unary) + words(unary - far)
+        check_size(self.name, stream, size)
+        return kernels.codecs_on(stream.device).decode_planes(stream, count, dtype, Planes(shift, spread, far, unary, size))
 
 
 RAW, ULP, ULP8, PLANES = Whole(0, "raw", False), Whole(1, "ulp", True), Ulp8(), BitPlanes()

@@ -171,28 +171,29 @@ def count_ulp8(distances, count):
 def plan_planes(classes, count, width, plan):
     """Choose how `count` distances of these classes are written in the fewest bytes.
 
-    Write into int64[6]: the shift; low bits of the positions of the far ones, or -1 for a plane; how many are far, how many of them
-    further, how many of these escape; the bytes in all. The least shift of several that are equally good is taken.
+    Write into int64[5]: the shift; low bits of the positions of the far ones, or -1 for a plane; how many are far, and the bits of
+    all their high parts; the bytes in all. The least shift of several that are equally good is taken.
     """
-    number, chosen = _at(classes, _I64), _at(plan, _I64)
-    chosen[5] = np.int64(1) << 62
-    for shift in range(8 * width):
-        far = further = escapes = np.int64(0)
+    number, chosen, most = _at(classes, _I64), _at(plan, _I64), 8 * width
+    chosen[4] = np.int64(1) << 62
+    for shift in range(most):
+        far = unary = np.int64(0)
         for bits in range(shift + 1, 33):
             far += number[bits]
-            further += number[bits] * (bits > shift + 1)
-            escapes += number[bits] * (bits > shift + 8)
+            unary += number[bits] * (min(bits, most) - shift)
+        rest = words(count) + low_size(count, shift) + words(unary) + words(unary - far)
+        if rest >= chosen[4] or unary >> 32:
+            continue
         spread, places = best_low(far, count)
         if places >= words(count):
             spread, places = -1, words(count)
-        size = words(count) + low_size(count, shift) + places + words(far) + padded(further) + width * escapes
-        if size < chosen[5]:
-            chosen[0], chosen[1], chosen[2], chosen[3], chosen[4], chosen[5] = shift, spread, far, further, escapes, size
+        if rest + places < chosen[4]:
+            chosen[0], chosen[1], chosen[2], chosen[3], chosen[4] = shift, spread, far, unary, rest + places
 
 
 @loop
-def to_magnitudes(distances, count, signs):
-    """Write a plane of the signs of int32 distances, and turn them into m = |distance| - 1."""
+def to_magnitudes(distances, count, width, signs):
+    """Write a plane of the signs of int32 distances, and turn them into m = |distance| - 1 modulo the range of elements of a width."""
     distance, word, whole = _at(distances, _I32), _at(signs, _U64), count & -64
     for block in range(whole >> 6):
         word[block] = _plane(distances + 256 * block, np.int64(31))
@@ -201,8 +202,9 @@ def to_magnitudes(distances, count, signs):
         for i in range(whole, count):
             last |= np.uint64(distance[i] < 0) << np.uint64(i & 63)
         word[whole >> 6] = last
+    mask = np.int32((np.int64(1) << (8 * width)) - 1)
     for i in range(count):
-        distance[i] = np.int32(abs(distance[i]) - 1)
+        distance[i] = np.int32(abs(distance[i]) - 1) & mask
 
 
 @loop
@@ -225,35 +227,24 @@ def find_far(magnitudes, count, bound, plane, far):
 
 
 @loop
-def encode_far(magnitudes, signs, far, count, shift, width, further, rests, escapes, end):
-    """Write, for the distances that are far: which are further, and a byte for each of those; 0 if the distance itself follows.
+def encode_far(magnitudes, far, count, shift, unary, size, bits):
+    """Write the high parts h of the magnitudes that are far: how many bits each has, in unary, and all of them but the highest.
 
-    One byte at `end` may be written too.
+    `unary` are `size` bytes of whole words; `bits` are zeros, and one more word than is wanted, since a part may end in the next one.
     """
-    magnitude, sign, place = _at(magnitudes, _I32), _at(signs, _U64), _at(far, _I32)
-    word, rest, escape = _at(further, _U64), _at(rests, _U8), _at(escapes, _U8)
-    filled, found, escaped = _ZERO, np.int64(0), np.int64(0)
-    beyond = end - rests  # where a byte goes that nobody wants: cheaper than a branch
+    magnitude, place, word, low = _at(magnitudes, _I32), _at(far, _I32), _at(unary, _U64), _at(bits, _U64)
+    for at in range(size >> 3):
+        word[at] = _ZERO
+    last, done = np.int64(-1), np.int64(0)
     for i in range(count):
-        at = place[i]
-        high = np.int64(np.uint32(magnitude[at])) >> shift
-        is_further = np.int64(high > 1)
-        filled |= np.uint64(is_further) << np.uint64(i & 63)
-        if (i & 63) == 63:
-            word[i >> 6] = filled
-            filled = _ZERO
-        rest[beyond + (found - beyond) * is_further] = np.uint8(high if high < 256 else 0)
-        found += is_further
-        if high > 255:
-            negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
-            distance = ((np.int64(magnitude[at]) + 1) ^ -negative) + negative
-            for byte in range(width):
-                escape[escaped] = np.uint8((distance >> (8 * byte)) & 0xFF)
-                escaped += 1
-    if count & 63:
-        word[count >> 6] = filled
-    for i in range(found, escapes - rests):
-        rest[i] = _U8
+        high = np.uint32(magnitude[place[i]]) >> np.uint32(shift)
+        more = _bit_length(high) - 1
+        last += more + 1
+        word[last >> 6] |= _ONE << np.uint64(last & 63)
+        rest, at = np.uint64(high) ^ (_ONE << np.uint64(more)), np.uint64(done & 63)
+        low[done >> 6] |= rest << at
+        low[(done >> 6) + 1] |= (rest >> _ONE) >> (np.uint64(63) - at)
+        done += more
 
 
 @loop
@@ -265,40 +256,32 @@ def to_distances(magnitudes, count, signs):
 
 
 @loop
-def decode_far(distances, signs, far, count, shift, width, further, rests, escapes, n_further, n_escapes):
-    """Move the distances that are far by what is written of them. Return False, and leave them, if the numbers do not agree."""
+def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
+    """Move the distances that are far by their high parts, as `encode_far` wrote them; `size` is the number of bits in unary.
+
+    Return False if there are not `count` parts in exactly so many bits, or one has more than `most`; distances are of no use then.
+    """
     distance, sign, place = _at(distances, _I32), _at(signs, _U64), _at(far, _I32)
-    word, rest, escape = _at(further, _U64), _at(rests, _U8), _at(escapes, _U8)
-    total, escaped = 0, 0
-    for i in range((count + 63) >> 6):
-        total += _ones(word[i])
-    for i in range(n_further):
-        escaped += rest[i] == 0
-    if total != n_further or escaped != n_escapes or (count & 63 and word[count >> 6] >> np.uint64(count & 63)):
+    word, end, total = _at(unary, _U64), words(size) >> 3, 0
+    for at in range(end):
+        total += _ones(word[at])
+    if total != count or (size and word[end - 1] >> np.uint64((size - 1) & 63) != _ONE):
         return False
-    for i in range(count):
-        at = place[i]
-        negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
-        distance[at] = np.int32(distance[at] + (((np.int64(1) << shift) ^ -negative) + negative))
-    i = found = 0
-    for block in range((count + 63) >> 6):
+    low = _at(bits if size > count else unary, _U64)
+    last_word, i, last, longest = max((words(size - count) >> 3) - 1, 0), np.int64(0), np.int64(-1), np.int64(0)
+    for block in range(end):
         left = word[block]
         while left != _ZERO:
-            at = place[64 * block + _lowest(left)]
+            bit = (block << 6) + _lowest(left)
             left &= left - _ONE
-            if rest[i]:
-                negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
-                more = (np.int64(rest[i]) - 1) << shift
-                distance[at] = np.int32(distance[at] + ((more ^ -negative) + negative))
-            else:
-                whole = np.int64(0)
-                for byte in range(width):
-                    whole |= np.int64(escape[found]) << (8 * byte)
-                    found += 1
-                top = np.int64(1) << (8 * width - 1)
-                distance[at] = np.int32((whole ^ top) - top)
-            i += 1
-    return True
+            done, more, at = last + 1 - i, bit - last - 1, place[i]
+            longest, last, i = max(longest, more), bit, i + 1
+            top, within = _ONE << np.uint64(more & 31), np.uint64(done & 63)
+            part = low[done >> 6] >> within | (low[min((done >> 6) + 1, last_word)] << _ONE) << (np.uint64(63) - within)
+            high = np.int64(part & (top - _ONE) | top) << shift
+            negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
+            distance[at] = np.int32(distance[at] + ((high ^ -negative) + negative))
+    return longest < most
 
 
 @loop

@@ -38,7 +38,7 @@ def best_low(count: int, length: int) -> tuple[int, int]:
 
 def plan(classes: Classes, width: int, zeros: int = 0) -> Planes:
     """Choose how distances are written in the fewest bytes; `zeros` more distances are 0."""
-    numbers, chosen = classes.numbers[:CLASSES].copy(), np.empty(6, np.int64)
+    numbers, chosen = classes.numbers[:CLASSES].copy(), np.empty(5, np.int64)
     numbers[-1] += zeros
     codec_loops.plan_planes(numbers.ctypes.data, classes.count + zeros, width, chosen.ctypes.data)
     return Planes(*chosen.tolist())
@@ -256,22 +256,21 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     signs = room.data_ptr()
     lows = signs + words(count)
     places = lows + low_size(count, plan.shift)
-    codec_loops.to_magnitudes(values, count, signs)
+    codec_loops.to_magnitudes(values, count, width, signs)
     if plan.shift:
         codec_loops.split(values, count, plan.shift, lows)
     far = _room(plan.far)
     if plan.spread < 0:
-        size = words(count)
+        unary = places + words(count)
         codec_loops.find_far(values, count, 1 << plan.shift, places, far.data_ptr())
     else:
-        size = ef_size(plan.far, count, plan.spread)
+        unary = places + ef_size(plan.far, count, plan.spread)
         plane = torch.empty(words(count), dtype=torch.uint8, device="cpu")
         codec_loops.find_far(values, count, 1 << plan.shift, plane.data_ptr(), far.data_ptr())
-        _write_ef(far[: plan.far], count, plan.spread, places, size)
-    further = places + size
-    rests = further + words(plan.far)
-    escapes, end = rests + padded(plan.further), signs + plan.size
-    codec_loops.encode_far(values, signs, far.data_ptr(), plan.far, plan.shift, width, further, rests, escapes, end)
+        _write_ef(far[: plan.far], count, plan.spread, places, unary - places)
+    bits = unary + words(plan.unary)
+    room[bits - signs :].zero_()
+    codec_loops.encode_far(values, far.data_ptr(), plan.far, plan.shift, unary, bits - unary, bits)
     return room[: plan.size]
 
 
@@ -285,17 +284,13 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
         codec_loops.join(lows, count, plan.shift, values)
     codec_loops.to_distances(values, count, signs)
     if plan.spread < 0:
-        size = words(count)
-        sound = codec_loops.get_bits(places, size, plan.far, 0, 0, count - 1, far.data_ptr())
+        unary = places + words(count)
+        sound = codec_loops.get_bits(places, unary - places, plan.far, 0, 0, count - 1, far.data_ptr())
     else:
-        size = ef_size(plan.far, count, plan.spread)
+        unary = places + ef_size(plan.far, count, plan.spread)
         sound = _read_ef(places, plan.far, count, plan.spread, far.data_ptr())
-    further = places + size
-    rests = further + words(plan.far)
-    sound = sound and codec_loops.decode_far(
-        values, signs, far.data_ptr(), plan.far, plan.shift, dtype.itemsize, further, rests, rests + padded(plan.further),
-        plan.further, plan.escapes,
-    )  # fmt: skip
+    sizes = plan.far, plan.shift, 8 * dtype.itemsize - plan.shift, unary, plan.unary, unary + words(plan.unary)
+    sound = sound and codec_loops.decode_far(values, signs, far.data_ptr(), *sizes)
     return narrow(wide[:count], dtype), sound
 
 

@@ -12,17 +12,13 @@ import numpy as np
 from numba.extending import register_jitable
 from torch import Tensor
 
-__all__ = ["CLASSES", "FURTHEST", "MOST_LOW", "Classes", "Planes", "ef_size", "low_size", "padded", "words"]
+__all__ = ["CLASSES", "MOST_LOW", "Classes", "Planes", "ef_size", "low_size", "padded", "words"]
 
 MOST_LOW: Final = 24
 """Most low bits of a position in a stream of Elias and Fano."""
 
 CLASSES: Final = 33
 """Classes of distances: by the bits of |distance| - 1, from 0 to 32."""
-
-FURTHEST: Final = 256
-"""A distance whose high part is at least this is written whole."""
-
 
 @dataclass(slots=True, eq=False)
 class Classes:
@@ -40,20 +36,20 @@ class Classes:
 
 
 class Planes(NamedTuple):
-    """How distances are written as planes of bits. With m = |distance| - 1 and h = m >> shift:
+    """How distances of w bits are written as planes of bits. With m = |distance| - 1 modulo 2^w and h = m >> shift:
 
     Attributes:
         shift: low bits of every m that are written as they are.
-        spread: low bits of the positions of those with h > 0; -1 if these are a plane.
-        far, further, escapes: how many have h > 0, h > 1, h > 255.
+        spread: low bits of the positions of those with h > 0, the far ones; -1 if these are a plane.
+        far: how many have h > 0.
+        unary: the bits of all h together.
         size: bytes in all.
     """
 
     shift: int
     spread: int
     far: int
-    further: int
-    escapes: int
+    unary: int
     size: int
 
 

@@ -3,7 +3,7 @@
 They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places of the bits that are
 set are found by their ranks, and whether a stream was sound stays on the device; only of `again`, `count_again` has to wait once.
 Of the others, `measure`, `moved`, `split_again` and `encode_ulp8` wait once, `scatter_add` and `collect` twice, to learn which tensors
-they meet, and `encode_planes` three times, for counts.
+they meet, and `encode_planes` once, for the far ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dte_dist.kernels import Flat, Tables, torch_ops, torch_remap
-from dte_dist.kernels.planes import CLASSES, FURTHEST, Classes, Planes, ef_size, words
+from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, words
 
 __all__ = [
     "add", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances",
@@ -165,19 +165,19 @@ def count_ulp8(distances: Tensor) -> int:
 
 
 def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
-    """Write distances as `plan` says."""
+    """Write distances as `plan` says. Waits once."""
     wide = classes.wide
-    magnitude = (wide.to(torch.int64).abs() - 1) & 0xFFFFFFFF
+    magnitude = (wide.to(torch.int64).abs() - 1) & ((1 << 8 * width) - 1)
     high = magnitude >> plan.shift
     far = (high > 0).nonzero().view(-1)
+    high = high[far]
+    more = _bit_length(high) - 1
+    last = (more + 1).cumsum(0) - 1
+    which, bit = _runs(more.cumsum(0), plan.unary - plan.far)
+    signs = _packed(_padded(wide < 0, 64))
     places = _plane(far, len(wide)) if plan.spread < 0 else encode_ef(far.to(torch.int32), len(wide), plan.spread)
-    further = (high[far] > 1).nonzero().view(-1)
-    rest = high[far[further]]
-    escaped = far[further[rest >= FURTHEST]]
-    signs = _packed(torch.nn.functional.pad(wide < 0, (0, 8 * words(len(wide)) - len(wide))))
-    bytes_ = torch.where(rest >= FURTHEST, 0, rest).to(torch.uint8)
-    parts = [signs, *_split(magnitude, plan.shift), places, _plane(further, len(far)), _padded(bytes_), _bytes_of(wide[escaped], width)]
-    return torch.cat(parts)
+    bits = _packed(_padded(((high[which] >> bit) & 1).to(torch.uint8), 64))
+    return torch.cat([signs, *_split(magnitude, plan.shift), places, _plane(last, plan.unary), bits])
 
 
 def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) -> tuple[Tensor, Tensor]:
@@ -193,21 +193,42 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
         end = at + ef_size(plan.far, count, plan.spread)
         far, sound = decode_ef(stream[at:end], plan.far, count, plan.spread)
     far = far.to(torch.int64).clamp_(0, count - 1)
-    at, end = end, end + words(plan.far)
-    further, agrees = _ranks(_unpacked(stream[at:end]), plan.further)
-    sound &= agrees & torch_ops.sorted_below(further, plan.far)
-    further = further.clamp_(max=max(plan.far - 1, 0))
-    rest = stream[end : end + plan.further].to(torch.int64)
-    escaped, agrees = _ranks(rest == 0, plan.escapes)
-    escapes = stream[end + plan.further + -plan.further % 8 :].view(_SIGNED[dtype.itemsize])
+    at, end = end, end + words(plan.unary)
+    parts, agrees = _high_parts(stream[at:end], stream[end:], plan, 8 * dtype.itemsize - plan.shift)
     high = torch.zeros(count, dtype=torch.int64, device=stream.device)
-    high[far] = 1
-    high[far[further]] = rest
+    high[far] = parts
     magnitude = (high << plan.shift) + lows + 1
     values = torch.where(negative, -magnitude, magnitude).to(_SIGNED[dtype.itemsize])
-    if plan.escapes:
-        values[far[further[escaped.clamp_(max=plan.further - 1)]]] = escapes
     return values.view(dtype), sound & agrees
+
+
+def _high_parts(unary: Tensor, bits: Tensor, plan: Planes, most: int) -> tuple[Tensor, Tensor]:
+    """Return int64[far] high parts of up to `most` bits, and whether they are so many, in as many bits as the plan says."""
+    last, sound = _ranks(_unpacked(unary), plan.far)
+    if not plan.far:
+        return last, sound
+    more = last.diff(prepend=last.new_full((1,), -1)) - 1
+    sound &= (last[-1] == plan.unary - 1) & (more < most).all()
+    more = more.clamp_(0, 31)
+    which, bit = _runs(more.cumsum(0), plan.unary - plan.far)
+    part = _unpacked(bits)[: plan.unary - plan.far].to(torch.int64) << bit
+    return (1 << more).index_add_(0, which, part), sound
+
+
+def _runs(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return int64[total]: of each place, in which of the runs with these ends it is, and where in that, up to 31; safe for any ends."""
+    place = torch.arange(total, device=ends.device)
+    which = torch.searchsorted(ends, place, right=True).clamp_(max=max(len(ends) - 1, 0))
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    return which, (place - starts[which]).clamp_(0, 31)
+
+
+def _bit_length(values: Tensor) -> Tensor:
+    """Return how many bits integers in [0, 2^32) have."""
+    bits = torch.zeros_like(values)
+    for half in (16, 8, 4, 2, 1):
+        bits += (values >> bits >= 1 << half) * half
+    return bits + (values > 0)
 
 
 def encode_ulp8(distances: Tensor, width: int, others: int) -> Tensor:

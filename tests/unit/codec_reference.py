@@ -56,18 +56,19 @@ def as_bytes(values: np.ndarray, width: int) -> bytes:
     return values.astype(ORDERS[width]).tobytes()
 
 
-def planes(values: np.ndarray, width: int, shift: int, spread: int) -> tuple[bytes, int, int, int]:
-    """The stream, and how many are far, further and escape."""
-    magnitude = (np.abs(values.astype(np.int64)) - 1) % (1 << 32)
+def planes(values: np.ndarray, width: int, shift: int, spread: int) -> tuple[bytes, int, int]:
+    """The stream, how many are far, and the bits of all their high parts."""
+    magnitude = (np.abs(values.astype(np.int64)) - 1) % (1 << 8 * width)
     high = magnitude >> shift
     far = np.flatnonzero(high > 0)
-    further = far[high[far] > 1]
-    rest = high[further]
-    escaped = values[further[rest > 255]]
+    lengths, bits = "", ""
+    for value in high[far].tolist():
+        text = f"{value:b}"
+        lengths += "0" * (len(text) - 1) + "1"
+        bits += text[:0:-1]
     stream = words(values < 0) + low_bits(magnitude, shift)
     stream += words(high > 0) if spread < 0 else ef(far, len(values), spread)
-    stream += words(high[far] > 1) + padded(np.where(rest > 255, 0, rest).astype(np.uint8).tobytes()) + as_bytes(escaped, width)
-    return stream, len(far), len(further), len(escaped)
+    return stream + b"".join(words(np.array(list(text), int)) for text in (lengths, bits)), len(far), len(lengths)
 
 
 def ulp8(values: np.ndarray, width: int) -> bytes:

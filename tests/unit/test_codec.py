@@ -130,8 +130,10 @@ def test_streams_of_distances_that_contradict_the_table(codec) -> None:
     distances = torch.tensor([1, -1, 2, 3, 400, -20_000, 0, 5], dtype=torch.int32)
     stream, terms = codec.encode(Values(distances.clone(), True, 2))
     wrong = [(stream[:-1], terms), (stream[:8], terms), (torch.cat([stream, stream]), terms), (stream[:0], terms)]
-    for shift, spread, far, further in ((16, 0, 0, 0), (0, 26, 3, 3), (0, 1, 9, 1), (0, 1, 4, 5), (0, 0, 2**32 - 1, 2), (255, 0, 0, 0)):
-        wrong.append((stream, Terms(shift, spread, far, further)))
+    for shift, spread, far, unary in (
+        (16, 0, 0, 0), (0, 26, 3, 3), (0, 1, 9, 9), (0, 1, 4, 3), (0, 1, 4, 65), (0, 0, 2**32 - 1, 2), (255, 0, 0, 0), (15, 0, 4, 5),
+    ):  # fmt: skip
+        wrong.append((stream, Terms(shift, spread, far, unary)))
     for stream_, terms_ in wrong:
         try:
             assert not codec.decode(stream_, len(distances), torch.int16, terms_)[1]

@@ -194,8 +194,8 @@ def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     classes = kernel.measure(wide(distances))
     best = cpu_codecs.plan(classes, width)
     shift, spread = data.draw(st.sampled_from([(best.shift, best.spread), (0, -1), (1, 2), (7, -1), (8 * width - 1, 24), (5, 0)]))
-    expected, far, further, escapes = reference.planes(distances, width, shift, spread)
-    plan = Planes(shift, spread, far, further, escapes, len(expected))
+    expected, far, unary = reference.planes(distances, width, shift, spread)
+    plan = Planes(shift, spread, far, unary, len(expected))
     if (shift, spread) == (best.shift, best.spread):
         assert plan == best
     assert len(expected) >= best.size
@@ -241,11 +241,11 @@ def test_damaged_distances(width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
     count = len(distances)
     shift, spread = data.draw(st.sampled_from([(0, -1), (1, 2), (3, 0), (2, 24)]))
-    stream, far, further, escapes = reference.planes(distances, width, shift, spread)
+    stream, far, unary = reference.planes(distances, width, shift, spread)
     damaged = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
     for place, value in data.draw(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)):
         damaged[place % len(damaged)] = value
-    plan = Planes(shift, spread, far, further, escapes, len(stream))
+    plan = Planes(shift, spread, far, unary, len(stream))
     first, second = (kernel.decode_planes(damaged, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs))
     assert bool(first[1]) == bool(second[1])
     if bool(first[1]):
@@ -267,13 +267,12 @@ def test_random_bytes_as_planes(width: int) -> None:
         count = int(rng.integers(1, 200))
         shift, spread = int(rng.integers(0, 8 * width)), int(rng.integers(-1, 25))
         far = int(rng.integers(0, count + 1))
-        further = int(rng.integers(0, far + 1))
-        escapes = int(rng.integers(0, further + 1))
+        unary = int(rng.integers(far, far * rng.integers(1, 8 * width - shift + 1) + 1))
         places = words(count) if spread < 0 else ef_size(far, count, spread)
         lows = (count + 7 & -8) * (shift // 8) + words(count) * (shift % 8)
-        size = words(count) + lows + places + words(far) + (further + 7 & -8) + width * escapes
+        size = words(count) + lows + places + words(unary) + words(unary - far)
         data = torch.from_numpy(rng.integers(0, 256, size, np.uint8) * rng.integers(0, 2, size, np.uint8))
-        plan = Planes(shift, spread, far, further, escapes, size)
+        plan = Planes(shift, spread, far, unary, size)
         first, second = (kernel.decode_planes(data, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs))
         assert bool(first[1]) == bool(second[1])
         agreed += bool(first[1])

@@ -83,7 +83,7 @@ def test_the_layout_is_the_one_specified() -> None:
     """The numbers of docs/protocol.md, read with nothing of ours."""
     frame = make_frame(replace(EXPECT, seed=True)).numpy()
     assert (HEAD.itemsize, ENTRY.itemsize) == (96, 40)
-    assert frame[:8].tobytes() == b"DTEF\x02\x00\x01\x00"
+    assert frame[:8].tobytes() == b"DTEF\x03\x00\x01\x00"
     assert frame[16:72].view("<u8").tolist() == [len(frame), 2**64 - 1, 2**63 + 5, 7, 8, 1000, 200_000]
     assert frame[72:96].view("<u4").tolist() == [3, 1, 4, 2, 3, 0]
     assert frame[96:104].view("<u8").tolist() == [1000]
