@@ -9,7 +9,7 @@ distances to it. They exist for elements of 1, 2 and 4 bytes.
 | 0 | `raw` | no | the bits as they are |
 | 1 | `ulp` | yes | the distances as they are |
 | 2 | `ulp8` | yes | an int8 each; those that do not fit follow |
-| 3 | `planes` | yes | a bit for the sign, some low bits, and whether there is more; the rest, only where it is not zero, as its length in unary and its bits |
+| 3 | `planes` | yes | a bit for the sign, some low bits, and whether there is more; the rest as its length and its bits |
 """
 
 from __future__ import annotations

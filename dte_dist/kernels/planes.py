@@ -20,6 +20,7 @@ MOST_LOW: Final = 24
 CLASSES: Final = 33
 """Classes of distances: by the bits of |distance| - 1, from 0 to 32."""
 
+
 @dataclass(slots=True, eq=False)
 class Classes:
     """Distances of one segment, and how many there are of each size.

@@ -80,7 +80,10 @@ def test_recorded_steps(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "share", "factor", "each"),
-    [(1e-6, 0.0053, 1.08, 1.45), (2.4e-6, 0.0112, 1.08, 1.35), (1e-5, 0.037, 1.1, 1.15), (1e-4, 0.218, 1.145, 0.9), (2e-4, 0.344, 1.12, 0.8)],
+    [
+        (1e-6, 0.0053, 1.08, 1.45), (2.4e-6, 0.0112, 1.08, 1.35), (1e-5, 0.037, 1.1, 1.15), (1e-4, 0.218, 1.145, 0.9),
+        (2e-4, 0.344, 1.12, 0.8),
+    ],
 )  # fmt: skip
 def test_made_steps(rate: float, share: float, factor: float, each: float) -> None:
     """The more elements change, the further from the limit, and the fewer bytes for each."""
