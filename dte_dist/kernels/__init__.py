@@ -60,22 +60,18 @@ and so does `translate` of `torch_remap`, which `place` and `fetch` go through. 
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from pathlib import Path
-from tempfile import gettempdir
 from types import ModuleType
-from typing import IO, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dte_dist.kernels.table import Table
+from dte_dist.kernels.warming import warm
 
 __all__ = ["BITS", "Flat", "Tables", "codecs_on", "empty", "on", "remaps_on", "rounds_as_torch", "warm"]
 
@@ -196,37 +192,3 @@ def rounds_as_torch() -> bool:
 @cache
 def _module(name: str) -> ModuleType:
     return import_module(f"dte_dist.kernels.{name}")
-
-
-_warm: set[int] = set()
-
-
-def warm(widths: Iterable[int]) -> None:
-    """Compile the CPU kernels for elements of these widths (bytes: 1, 2, 4, 8), or load them from numba's cache on disk.
-
-    Without it the first sync pays: seconds where nothing is cached, a fraction of one where it is. Processes of one user on
-    one machine take turns, so that one compiles and the others load what it cached.
-
-    Example:
-        >>> warm([2, 4])
-    """
-    new = set(widths) - _warm
-    if not new:
-        return
-    with open(Path(gettempdir()) / f"dte_dist-{os.getuid()}.lock", "w") as lock:
-        _take_turn(lock, 60.0)
-        for module in (on("cpu"), remaps_on("cpu"), codecs_on("cpu")):
-            module.warm(new)
-    _warm.update(new)
-
-
-def _take_turn(lock: IO[str], seconds: float) -> None:
-    """Lock a file until it is closed, or go on without after some seconds: to compile twice is better than to wait for ever."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.02)
-        else:
-            return

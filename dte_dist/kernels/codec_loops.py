@@ -241,9 +241,9 @@ def encode_far(magnitudes, far, count, shift, unary, size, bits):
         more = _bit_length(high) - 1
         last += more + 1
         word[last >> 6] |= _ONE << np.uint64(last & 63)
-        rest, at = np.uint64(high) ^ (_ONE << np.uint64(more)), np.uint64(done & 63)
-        low[done >> 6] |= rest << at
-        low[(done >> 6) + 1] |= (rest >> _ONE) >> (np.uint64(63) - at)
+        rest, within = np.uint64(high) ^ (_ONE << np.uint64(more)), np.uint64(done & 63)
+        low[done >> 6] |= rest << within
+        low[(done >> 6) + 1] |= (rest >> _ONE) >> (np.uint64(63) - within)
         done += more
 
 
@@ -331,13 +331,13 @@ def distances(sample, old, new, count, out):
 
 
 @loop
-def scatter_add(sample, width, table, positions, distances, count, touched, out):
-    """Move the bits at int64 positions of the tensors of a table, and mark the tensors.
+def scatter_values(sample, width, table, positions, values, count, relative, touched, out):
+    """Write values to int64 positions of the tensors of a table, or move the bits there by them, and mark the tensors.
 
-    If `out` is not 0, they are written there and not into the tensors. Positions come in any order.
+    If `out` is not 0, what comes of it is written there and not into the tensors. Positions come in any order.
     Return how many positions were seen to: fewer than `count` if a later one is out of range.
     """
-    position, distance, result, mark = _at(positions, _I64), _at(distances, sample), _at(out, sample), _at(touched, _U8)
+    position, value, mark = _at(positions, _I64), _at(values, sample), _at(touched, _U8)
     starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
     there, some = _at(stack(), _I64), _at(stack() + 8 * SOME, sample)
     index = low = high = live = np.int64(0)
@@ -352,14 +352,11 @@ def scatter_add(sample, width, table, positions, distances, count, touched, out)
                 low, high, live = starts[index], starts[index + 1], addresses[index]
                 mark[index] = 1
             there[i - begin] = live + (at - low) * width if kinds[index] == PLAIN else element(table, index, at - low)
+        if relative:
+            for i in range(end - begin):  # nothing else here: then many loads are on their way at once
+                some[i] = _at(there[i], sample)[0]
         for i in range(end - begin):
-            some[i] = _at(there[i], sample)[0]
+            some[i] = moved(some[i], value[begin + i]) if relative else value[begin + i]
         for i in range(end - begin):
-            some[i] = moved(some[i], distance[begin + i])
-        if out:
-            for i in range(end - begin):
-                result[begin + i] = some[i]
-        else:
-            for i in range(end - begin):
-                _at(there[i], sample)[0] = some[i]
+            _at(out + (begin + i) * width if out else there[i], sample)[0] = some[i]
     return count

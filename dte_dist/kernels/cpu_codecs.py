@@ -22,7 +22,7 @@ from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
 __all__ = [
     "add", "best_low", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8",
     "distances", "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "join_again", "measure", "moved", "narrow", "patch",
-    "plan", "scatter_add", "split_again", "subtract", "warm", "widen",
+    "plan", "scatter_add", "split_again", "subtract", "warm", "warm_patch", "widen",
 ]  # fmt: skip
 
 
@@ -136,8 +136,8 @@ def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, out: Tensor |
     at, by, into = address(positions, dtype=torch.int64), address(distances, count, width=width), 0 if out is None else out.data_ptr()
 
     def part(low: int, high: int) -> int:
-        where = (at + 8 * low, by + width * low, high - low, marks, into and into + width * low)
-        return low + codec_loops.scatter_add(sample, width, table.address, *where) - high
+        where = (at + 8 * low, by + width * low, high - low, True, marks, into and into + width * low)
+        return low + codec_loops.scatter_values(sample, width, table.address, *where) - high
 
     return touched, split(part, count, least=arrays.RANDOM)
 
@@ -317,17 +317,26 @@ def _room(count: int, *, zero: bool = False) -> Tensor:
 
 
 def warm(widths: Iterable[int]) -> None:
-    """Compile every loop of the codecs by running it on a few elements; those for single elements for these widths."""
+    """Compile every loop of the streams by running it on a few elements; those for single elements for these widths."""
     few, away = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([0, 1, 2], [1, 700, -3]))
-    decode_ef(encode_ef(few, 99, best_low(3, 99)[0]), 3, 99, best_low(3, 99)[0])
+    best_low(3, 99)
+    decode_ef(encode_ef(few, 99, 1), 3, 99, 1)
     join_again(few, split_again(few, few)[0], few[:0], count_again(split_again(few, few)[0], 3))
     decode_ulp8(encode_ulp8(away, 2, count_ulp8(away)), 3, torch.int16, 1)
     classes = measure(away)
     chosen = plan(classes, 2)
     decode_planes(encode_planes(classes, 2, chosen), 3, torch.int16, chosen)
-    for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in set(widths)):
-        bits = torch.zeros(3, dtype=dtype, device="cpu")
-        scatter_add(arrays.OneTensor(bits), few.to(torch.int64), bits.clone())
-        patch(cpu_remap.Identity(), 0, few[:1], bits[:1], arrays.OneTensor(bits), relative=False)
-        if dtype.itemsize < 8:
-            distances(bits, bits)
+    for bits in _zeros(set(widths) - {8}):
+        distances(bits, bits)
+
+
+def warm_patch(widths: Iterable[int]) -> None:
+    """Compile every loop that goes to where elements are, for these widths."""
+    for bits in _zeros(widths):
+        scatter_add(arrays.OneTensor(bits), torch.arange(3, device="cpu"), bits.clone())
+        patch(cpu_remap.Identity(), 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits[:1], arrays.OneTensor(bits), relative=False)
+
+
+def _zeros(widths: Iterable[int]) -> list[Tensor]:
+    wanted = set(widths)
+    return [torch.zeros(3, dtype=dtype, device="cpu") for dtype in SAMPLES if dtype.itemsize in wanted]

@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.kernels.codec_loops import scatter_add
+from dte_dist.kernels.codec_loops import scatter_values
 from dte_dist.kernels.compiled import loop, part
-from dte_dist.kernels.loops import copy, find, scatter, until
+from dte_dist.kernels.loops import copy, find, until
 from dte_dist.kernels.memory import SOME, at, column, high_product, move, stack
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 from dte_dist.kernels.vector import moved
@@ -272,10 +272,7 @@ def patch(sample, width, remap, entry, first, positions, blocks, values, low, hi
                 _write_here(sample, width, live, here, mine, size, relative)
                 continue
         found, entry = _translate(sample, width, remap, entry, first, here, mine, size, to, held)
-        if relative:
-            missing += found - scatter_add(sample, width, table, to, held, found, touched, np.int64(0))
-        else:
-            missing += found - scatter(sample, width, table, to, True, held, found, touched)
+        missing += found - scatter_values(sample, width, table, to, held, found, relative, touched, np.int64(0))
     return missing == 0
 
 

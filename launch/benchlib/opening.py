@@ -58,16 +58,18 @@ def open_rows(scenario: Scenario, context: Context) -> Iterator[dict[str, Any]]:
 
 
 def compile_rows(scenario: Scenario, context: Context) -> Iterator[dict[str, Any]]:
-    """Yield a row for compiling the kernels of bf16 with nothing cached, and one for loading them from the cache."""
+    """Yield a row for compiling the kernels of bf16 with nothing cached, alone and on all ranks at once; and one for loading them."""
     if dist.get_rank() != 0:
         return
-    cold, warm = [], []
+    times: dict[str, list[float]] = {"compile alone": [], "compile": [], "load compiled": []}
     for _ in range(scenario.repeat):
-        with tempfile.TemporaryDirectory() as cache:
-            cold.append(_compile(cache))
-            warm.append(_compile(cache))
-    for name, times in (("compile", cold), ("load compiled", warm)):
-        summary = Summary(tuple(times), sum(times) / len(times), 0, None, 0, Limit(), {}, 0.0, 0.0)
+        for name, processes in (("compile alone", 1), ("compile", scenario.sources + scenario.receivers)):
+            with tempfile.TemporaryDirectory() as cache:
+                times[name].append(_compile(cache, processes))
+                if processes == 1:
+                    times["load compiled"].append(_compile(cache, 1))
+    for name, all_ in times.items():
+        summary = Summary(tuple(all_), sum(all_) / len(all_), 0, None, 0, Limit(), {}, 0.0, 0.0)
         yield _row(name, summary, context) | {"elements": 0}
 
 
@@ -77,7 +79,17 @@ def _row(method: str, summary: Summary, context: Context) -> dict[str, Any]:
     return row
 
 
-def _compile(cache: str) -> float:
+def _compile(cache: str, processes: int) -> float:
+    """Return the seconds until the last of some processes that share a cache has all kernels."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
-    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    started = [
+        subprocess.Popen([sys.executable, "-c", _COMPILE], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)
+    ]
+    return max(_seconds(process) for process in started)
+
+
+def _seconds(process: subprocess.Popen[str]) -> float:
+    said, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"compiling the kernels ended with {process.returncode}")
+    return float(said)

@@ -115,7 +115,8 @@ def _growth(rows: Sequence[Row]) -> Iterator[Verdict]:
 def _opening(rows: Sequence[Row]) -> Iterator[Verdict]:
     wanted = {
         "open": ("first sync on a new channel, 20,000 tensors", 3.0),
-        "compile": ("first-ever compile", 20.0),
+        "compile alone": ("first-ever compile, one process", 20.0),
+        "compile": ("first-ever compile, on all ranks at once", 20.0),
         "load compiled": ("from cache", 1.0),
     }
     for row in rows:
