@@ -46,7 +46,7 @@ class FlatTensors:
         tensors: tensors of one device; any shape, dtype and strides.
         width: bytes of one element (1, 2, 4 or 8), as it lies or, after `read_as`, as it is read.
         starts: position of each tensor's first element, if known.
-        known: addresses, and whether each is contiguous, if known.
+        known: the same tensors as a layout has read them, if it has.
 
     Attributes:
         tensors: the tensors, as given.
@@ -61,27 +61,24 @@ class FlatTensors:
         ([0, 6, 10], [[0, 1], [4, 0], [6, 2]])
     """
 
-    __slots__ = ("cast", "device", "dtypes", "starts", "table", "tensors", "width")
+    __slots__ = ("_own", "cast", "device", "dtypes", "starts", "table", "tensors", "width")
 
-    def __init__(
-        self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: tuple[np.ndarray, np.ndarray] | None = None
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: LocalTensors | None = None) -> None:
         self.tensors = tuple(tensors)
         self.width = width
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.starts = starts_of([t.numel() for t in self.tensors]) if starts is None else starts
-        if known is None:
-            local = LocalTensors.of(self.tensors)
-            known = local.addresses, local.contiguous
-        self.table = Table(self.tensors, self.starts, *known)
+        known = LocalTensors.of(self.tensors) if known is None else known
+        self._own = list(known.dtypes)
+        self.table = Table(self.tensors, self.starts, known.addresses, known.contiguous)
         self.dtypes: tuple[torch.dtype, ...] | None = None
         self.cast = np.zeros(len(self.tensors), np.bool_)
 
     @classmethod
     def part(cls, local: LocalTensors, entries: np.ndarray, width: int, starts: np.ndarray) -> FlatTensors:
         """Lay out some of a layout's tensors, by their indices, without asking each of them again."""
-        tensors = local.tensors
-        return cls([tensors[entry] for entry in entries.tolist()], width, starts, (local.addresses[entries], local.contiguous[entries]))
+        some = local.some(entries)
+        return cls(some.tensors, width, starts, some)
 
     def read_as(self, dtypes: Sequence[torch.dtype]) -> FlatTensors:
         """Return the same tensors to be read as these dtypes, each of `width` bytes; they are not to be written if one is cast.
@@ -92,7 +89,7 @@ class FlatTensors:
             >>> bits[:2].view(torch.bfloat16).tolist()
             [1.0, 1.0]
         """
-        own = [tensor.dtype for tensor in self.tensors]
+        own = self._own
         if own == list(dtypes):
             return self
         whole = self.table.kinds == PLAIN
@@ -107,6 +104,11 @@ class FlatTensors:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    def is_aliased(self) -> bool:
+        """Whether two tensors begin at one address, as those of a tied name that has several regions do."""
+        addresses = np.sort(self.table.addresses[np.diff(self.starts) > 0])
+        return bool((addresses[1:] == addresses[:-1]).any())
 
     def view(self, index: int) -> Tensor:
         """Return tensor `index` as integers of this width: same shape and strides, no copy, no autograd."""

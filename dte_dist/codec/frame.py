@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -97,17 +98,17 @@ class FrameWriter:
         >>> frame = writer.finish()
     """
 
-    __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_padding", "_places", "_streams", "codecs")
+    __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_places", "_streams", "codecs")
 
     def __init__(self, head: FrameHead, device: torch.device | str, chooser: Chooser = FAST, history: History | None = None) -> None:
         self._history = history if chooser.keeps and not head.seed else None
         self._before = self._history.before(head) if self._history is not None else None
-        self._head, self._places = replace(head, keep=self._history is not None), Places()
+        keep = self._history is not None
+        self._head, self._places = head if head.keep == keep else replace(head, keep=keep), Places()
         self._chooser = chooser
         self._device = torch.device(device)
         self._entries: list[tuple[int, ...]] = []
         self._streams: list[Tensor] = []
-        self._padding = torch.zeros(8, dtype=torch.uint8, device=self._device)
         self.codecs: Counter[str] = Counter()
 
     def add(
@@ -206,7 +207,7 @@ class FrameWriter:
             if stream is not None:
                 self._streams.append(stream)
             if size % 8:
-                self._streams.append(self._padding[: -size % 8])
+                self._streams.append(_zeros(self._device)[: -size % 8])
 
 
 def _spread(length: int, positions: Tensor, values: Values) -> Values:
@@ -346,6 +347,12 @@ def _answers(verdicts: list[Verdict]) -> list[bool]:
 
 def _bad_segment(got: str, expected: str) -> FrameError:
     return FrameError("a segment of a frame is not sound", expected=expected, got=got, fix=SYNC_AGAIN)
+
+
+@cache
+def _zeros(device: torch.device) -> Tensor:
+    """Return 8 bytes, to fill up words with."""
+    return torch.zeros(8, dtype=torch.uint8, device=device)
 
 
 def _padded(size: int) -> int:

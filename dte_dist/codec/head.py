@@ -84,6 +84,7 @@ class FrameHead:
     keep: bool = field(default=False, compare=False)
 
 
+_COLUMNS: Final = HEAD.names or ()
 _FIELDS: Final = tuple(each.name for each in fields(FrameHead) if each.name not in {"seed", "keep"})
 
 
@@ -93,11 +94,9 @@ def pack_head(head: FrameHead, *, size: int, segments: int) -> np.ndarray:
     Raises:
         OverflowError: a field does not fit.
     """
-    row = np.zeros(1, HEAD)
-    row["magic"], row["format"], row["flags"] = MAGIC, FORMAT, _SEED * head.seed + _KEEP * head.keep
-    row["size"], row["segments"] = size, segments
-    for name in _FIELDS:
-        row[name] = getattr(head, name)
+    flags = _SEED * head.seed + _KEEP * head.keep
+    values = {"magic": MAGIC, "format": FORMAT, "flags": flags, "checksum": 0, "size": size, "segments": segments, "zero": 0}
+    row = np.array([tuple(values[name] if name in values else getattr(head, name) for name in _COLUMNS)], HEAD)
     return row.view(np.uint8)
 
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,7 +128,9 @@ class _RelayOutbox(Outbox):
         (cuts,) = _cut([list(segments_of(changed.first, changed.length))], changed.positions, changed.first)
         writer = self._writer = self._writer or self._next()
         for cut in cuts:
-            positions = None if changed.positions is None else changed.positions[cut.here] - (cut.first - changed.first)
+            positions, before = changed.positions, cut.first - changed.first
+            if positions is not None and len(cuts) > 1:
+                positions = positions[cut.here] - before if before else positions[cut.here]
             whole = partial(known.narrow, 0, cut.first, cut.length)
             writer.add(cut.first, cut.length, positions, values[cut.here], relative=relative, whole=whole)
 
@@ -309,8 +310,7 @@ def _cut(groups: Sequence[Sequence[tuple[int, int]]], positions: Tensor | None, 
         counts = [len(positions)]
     else:
         starts = [first - origin for first, _ in segments] + [sum(segments[-1]) - origin]
-        borders = torch.searchsorted(positions, torch.tensor(starts, dtype=positions.dtype, device=positions.device))
-        counts = np.diff(borders.tolist()).tolist()
+        counts = [high - low for low, high in itertools.pairwise(kernels.on(positions.device).borders(positions, starts))]
     left, at = iter(counts), 0
     for group in groups:
         cuts: list[_Cut] = []

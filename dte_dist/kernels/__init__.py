@@ -11,6 +11,7 @@
 | `scatter(flat, positions, bits)` | write each bit pattern to its position in `flat`; positions in any order, each at most once |
 | `put(array, positions, bits)` | the same into one contiguous array |
 | `gather(array, positions) -> bits` | the reverse of `put` |
+| `borders(positions, starts) -> list[int]` | how many of the ascending positions are below each of `starts` |
 | `encode_u16(positions, length) -> Tensor` | blocks of 65536: uint32 counts, then uint16 offsets, as bytes |
 | `check_u16(stream, count, length) -> bool` | whether the size, the counts and the order are sound |
 | `decode_u16(stream, count, length, positions) -> bool` | the reverse; False if it is not sound |

@@ -6,7 +6,7 @@ Large work is split over threads, each with a part of the range or of the positi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,8 @@ from dte_dist.kernels.table import Table
 from dte_dist.kernels.threads import split
 
 __all__ = [
-    "advance", "check_u16", "checksum", "decode_u16", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm", "write",
+    "advance", "borders", "check_u16", "checksum", "decode_u16", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm",
+    "write",
 ]  # fmt: skip
 
 _BLOCK: Final = 1 << 16
@@ -141,6 +142,18 @@ def _visit(loop: Callable[..., int], array: Tensor, positions: Tensor, bits: int
         return low + loop(sample, element, length, at + size * low, wide, bits + width * low, high - low) - high
 
     arrays.check_all(split(part, positions.numel(), least=arrays.RANDOM), positions, length)
+
+
+def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
+    """Return how many of some ascending positions are below each of `starts`.
+
+    Example:
+        >>> borders(torch.tensor([1, 4, 9], dtype=torch.int32), [0, 4, 10])
+        [0, 1, 3]
+    """
+    array = positions.numpy()
+    found: list[int] = np.searchsorted(array, np.array(starts, array.dtype)).tolist()
+    return found
 
 
 def encode_u16(positions: Tensor, length: int) -> Tensor:

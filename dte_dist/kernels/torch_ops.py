@@ -19,8 +19,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dte_dist.kernels import BITS, Flat
 
 __all__ = [
-    "advance", "check_u16", "checksum", "coordinates", "decode_u16", "encode_u16", "gather", "gathered", "put", "read", "scatter",
-    "sorted_below", "write",
+    "advance", "borders", "check_u16", "checksum", "coordinates", "decode_u16", "encode_u16", "gather", "gathered", "put", "read",
+    "scatter", "sorted_below", "write",
 ]  # fmt: skip
 
 Kind = TypeVar("Kind", bound=Hashable)
@@ -111,6 +111,12 @@ def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
 def gather(array: Tensor, positions: Tensor) -> Tensor:
     """Return the elements of an array at these positions; a position outside it is an error of the device."""
     return array.index_select(0, positions)
+
+
+def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
+    """Return how many of some ascending positions are below each of `starts`. Waits once."""
+    found: list[int] = torch.searchsorted(positions, torch.tensor(starts, dtype=positions.dtype, device=positions.device)).tolist()
+    return found
 
 
 def encode_u16(positions: Tensor, length: int) -> Tensor:

@@ -168,8 +168,8 @@ class Layout:
         replaced = [] if all(map(is_, objects, self._objects)) else _differing(map(is_not, objects, self._objects))
         for index in replaced:
             self._check(index, objects[index])
-        local = _locals(objects)
-        read = LocalTensors.of(local)
+        read = LocalTensors.of(objects, _locals)
+        local = list(read.tensors)
         moved = read.moved(self._before).tolist()
         for index in moved:
             self._check(index, objects[index])
@@ -180,7 +180,8 @@ class Layout:
         self._objects, self._before = objects, read.forget()
         for index in self._pairs:
             local[index] = torch.view_as_real(local[index].detach())
-        return replace(read, device=self._device)
+        dtypes = [tensor.dtype for tensor in local] if self._pairs else read.dtypes
+        return replace(read, tensors=local, dtypes=dtypes, device=self._device)
 
     def _follow_module(self, follow: _Follower) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""

@@ -41,9 +41,7 @@ class Target:
 
     @cached_property
     def _is_aliased(self) -> bool:
-        """Whether two tensors are the same memory: a tied name with several regions."""
-        addresses = [tensor.data_ptr() for tensor in self.flat.tensors if tensor.numel()]
-        return len(set(addresses)) < len(addresses)
+        return self.flat.is_aliased()
 
     def may_repeat(self, source: int, first: int, length: int) -> bool:
         """Return whether something of positions [first, first + length) of a source's space may come to one element here twice.
