@@ -129,11 +129,16 @@ class Chooser:
             each = self._cost(codec, size, count)
             if each < cost:
                 best, least, cost = codec, size, each
-        if again is not None and self._again and self._cost(AGAIN, again.least(count, length), count) < cost:
+        if again is not None and self._again and self._may_pay(again, count, length, cost):
             size = again.size(count, length)  # a pass over the positions
             if size < least and self._cost(AGAIN, size, count) < cost:
                 return again, size, self._cost(AGAIN, size, count)
         return best, least, cost
+
+    def _may_pay(self, again: Again, count: int, length: int, cost: float) -> bool:
+        """Return whether `again` seems to cost less than something else."""
+        sizes = again.least, again.estimate
+        return all(self._cost(AGAIN, size(count, length), count) < cost for size in sizes)
 
     def _value_of(self, values: Values) -> tuple[ValueCodec, int, float]:
         """Return the best codec of values, its bytes and its cost."""

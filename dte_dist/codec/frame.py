@@ -33,6 +33,7 @@ __all__ = ["FrameWriter", "Segment", "dense_size", "read_frame"]
 
 _MOST_ELEMENTS: Final = 1 << 28
 _START_BYTES: Final = 16 << 10
+_CHECKSUM_AT: Final = slice(8 * CHECKSUM_WORD, 8 * CHECKSUM_WORD + 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +185,7 @@ class FrameWriter:
         start = torch.from_numpy(np.concatenate([head, table])).to(self._device, non_blocking=True)
         out = kernels.empty(size, torch.uint8, self._device) if out is None else out
         frame = torch.cat([start, *self._streams], out=out)
-        frame.view(torch.int64)[CHECKSUM_WORD] = kernels.on(self._device).checksum(frame, CHECKSUM_WORD)
+        frame[_CHECKSUM_AT].view(torch.int64).fill_(kernels.on(self._device).checksum(frame, CHECKSUM_WORD))
         return frame
 
     def _check(self, first: int, length: int, dtype: torch.dtype, wanted: torch.dtype) -> None:

@@ -159,6 +159,10 @@ class Bitmap:
         return kernels.codecs_on(stream.device).decode_bitmap(stream, count, length)
 
 
+_RUNS: Final = 8
+_RUN: Final = 256
+"""How many runs of how many previous positions are looked for among the new ones, to judge how many come again."""
+
 _WITHOUT: Final = "nothing of it was applied; sync again, the next delta does without"
 
 
@@ -188,15 +192,38 @@ class Again:
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
         """Return the plane and the new positions; one pass over all of them."""
+        plane, fresh = kernels.codecs_on(self._known.device).split_again(self._known, self._all)
+        return plane, fresh
+
+    @property
+    def _all(self) -> Tensor:
+        """Return the positions to write."""
         if self._positions is None:
             raise ValueError(f"codec {self.name} has no positions to write")
-        plane, fresh = kernels.codecs_on(self._known.device).split_again(self._known, self._positions)
-        return plane, fresh
+        return self._positions
 
     def least(self, count: int, length: int) -> int:
         """Return bytes that the stream takes at least, however many of the positions come again."""
         known = len(self._known)
         return words(known) + _size_of_fresh(max(count - known, 0), length)
+
+    def estimate(self, count: int, length: int) -> int:
+        """Return about how many bytes the stream takes, judged by some of the previous positions; all of them cost a pass."""
+        known = len(self._known)
+        if known <= _RUNS * _RUN:
+            return self.size(count, length)
+        return words(known) + _size_of_fresh(max(count - round(self._share * known), 0), length)
+
+    @cached_property
+    def _share(self) -> float:
+        """Return which share of the previous positions comes again, in some runs of them."""
+        known, positions = self._known, self._all
+        runs = [known[start : start + _RUN] for start in range(0, len(known) - _RUN, (len(known) - _RUN) // _RUNS)]
+        ends = [int(end) for run in torch.stack([run[:: _RUN - 1] for run in runs]).tolist() for end in (run[0], run[1] + 1)]
+        borders = kernels.on(positions.device).borders(positions, ends)
+        now = torch.cat([positions[low:high] for low, high in zip(borders[::2], borders[1::2], strict=True)])
+        fresh = kernels.codecs_on(known.device).split_again(torch.cat(runs), now)[1]
+        return (len(now) - len(fresh)) / (len(runs) * _RUN)
 
     def size(self, count: int, length: int) -> int:
         return words(len(self._known)) + _size_of_fresh(len(self._split[1]), length)

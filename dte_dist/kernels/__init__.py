@@ -159,6 +159,7 @@ def empty(count: int, dtype: torch.dtype, device: torch.device | str = "cpu") ->
     return torch.from_numpy(room[first : first + size]).view(dtype)
 
 
+@cache
 def on(device: torch.device | str) -> ModuleType:
     """Return the module of kernels for tensors of a device.
 
@@ -171,11 +172,13 @@ def on(device: torch.device | str) -> ModuleType:
     return _module("cpu" if _is_cpu(device) else "torch_ops")
 
 
+@cache
 def remaps_on(device: torch.device | str) -> ModuleType:
     """Return the module of the kernels `translate`, `place` and `fetch` for tensors of a device."""
     return _module("cpu_remap" if _is_cpu(device) else "torch_remap")
 
 
+@cache
 def codecs_on(device: torch.device | str) -> ModuleType:
     """Return the module of the kernels of the codecs for tensors of a device."""
     return _module("cpu_codecs" if _is_cpu(device) else "torch_codecs")
