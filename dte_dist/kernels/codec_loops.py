@@ -230,7 +230,8 @@ def find_far(magnitudes, count, bound, plane, far):
 def encode_far(magnitudes, far, count, shift, unary, size, bits):
     """Write the high parts h of the magnitudes that are far: how many bits each has, in unary, and all of them but the highest.
 
-    `unary` are `size` bytes of whole words; `bits` are zeros, and one more word than is wanted, since a part may end in the next one.
+    `unary` are `size` bytes of whole words; `bits` are zeros, and two words more than are wanted: each part is also written to the word
+    behind that in which it begins, and a last part of no bits may begin behind them.
     """
     magnitude, place, word, low = _at(magnitudes, _I32), _at(far, _I32), _at(unary, _U64), _at(bits, _U64)
     for at in range(size >> 3):
@@ -277,7 +278,8 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
             done, more, at = last + 1 - i, bit - last - 1, place[i]
             longest, last, i = max(longest, more), bit, i + 1
             top, within = _ONE << np.uint64(more & 31), np.uint64(done & 63)
-            part = low[done >> 6] >> within | (low[min((done >> 6) + 1, last_word)] << _ONE) << (np.uint64(63) - within)
+            here, ahead = low[min(done >> 6, last_word)], low[min((done >> 6) + 1, last_word)]  # of a part of no bits, there may be neither
+            part = here >> within | (ahead << _ONE) << (np.uint64(63) - within)
             high = np.int64(part & (top - _ONE) | top) << shift
             negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
             distance[at] = np.int32(distance[at] + ((high ^ -negative) + negative))

@@ -252,7 +252,7 @@ def count_ulp8(distances: Tensor) -> int:
 def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     """Write distances as `plan` says; `classes.wide` is overwritten."""
     count, values = classes.count, classes.wide.data_ptr()
-    room = torch.empty(plan.size + 8, dtype=torch.uint8, device="cpu")
+    room = torch.empty(plan.size + 16, dtype=torch.uint8, device="cpu")
     signs = room.data_ptr()
     lows = signs + words(count)
     places = lows + low_size(count, plan.shift)
