@@ -208,8 +208,8 @@ class Snapshot:
         """Note what the ranges of a wave held before; return what changed in them."""
         torn, self.torn = self.torn, True
         wave = [changed for changed in wave if len(changed)]
-        few = all(changed.positions is not None and (4 + width) * len(changed) <= width * changed.length for changed in wave)
-        self._before += self._few_before(width, wave) if few else [self._all_before(width, changed) for changed in wave]
+        few = all(_is_few(changed, width) for changed in wave)
+        self._before += self._few_before(width, wave) if few else [self._one_before(width, changed) for changed in wave]
         self.torn = torn
         return wave
 
@@ -222,8 +222,10 @@ class Snapshot:
             yield _Before(width, changed.first, positions[here], old[here])
             at = here.stop
 
-    def _all_before(self, width: int, changed: Changed) -> _Before:
-        """Copy all that a range held."""
+    def _one_before(self, width: int, changed: Changed) -> _Before:
+        """Copy what a range held where it changed, or all that it held if that is less."""
+        if changed.positions is not None and _is_few(changed, width):
+            return _Before(width, changed.first, changed.positions.clone(), changed.old.clone())
         bits = kernels.empty(changed.length, changed.old.dtype, self.device)
         if changed.positions is None:
             return _Before(width, changed.first, None, bits.copy_(changed.old))
@@ -254,3 +256,8 @@ class Snapshot:
         for width, first, length in ranges:
             self._kernels.read(live[width].flat, first, self.bits[width][first : first + length])
         self.torn = False
+
+
+def _is_few(changed: Changed, width: int) -> bool:
+    """Return whether positions and bits of what changed in a range are fewer bytes than all of its bits."""
+    return changed.positions is not None and (4 + width) * len(changed) <= width * changed.length

@@ -88,7 +88,7 @@ class FrameWriter:
         head: what the frame says about itself.
         device: where the frame is made, and where positions and values come from.
         chooser: of the codecs.
-        history: of the deltas of one source. If the chooser asks for it, positions that are added are noted there, and stay as they are.
+        history: of the deltas of one source. If the chooser asks for it, positions that are added are noted there.
 
     Attributes:
         codecs: segments so far by pair of codecs, such as "u16+raw".
@@ -148,7 +148,7 @@ class FrameWriter:
             of_changes = _spread(length, positions, of_changes)
         index_stream, low = (None, 0) if index is DENSE or positions is None else index.encode(positions, length)
         if self._history is not None and index is not DENSE and positions is not None:
-            self._places.add(first, length, positions)
+            self._places.add(first, length, positions.clone())  # the caller's memory is used again
         value_stream, terms = value.encode(of_changes)
         self._append((first, length, of_changes.count), (index, value), low, terms, index_stream, value_stream)
 

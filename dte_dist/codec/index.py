@@ -208,7 +208,10 @@ class Again:
         return words(known) + _size_of_fresh(max(count - known, 0), length)
 
     def estimate(self, count: int, length: int) -> int:
-        """Return about how many bytes the stream takes, judged by some of the previous positions; all of them cost a pass."""
+        """Return about how many bytes the stream takes, judged by some of the previous positions; all of them cost a pass.
+
+        On an accelerator it waits three times.
+        """
         known = len(self._known)
         if known <= _RUNS * _RUN:
             return self.size(count, length)

@@ -9,7 +9,7 @@ distances to it. They exist for elements of 1, 2 and 4 bytes.
 | 0 | `raw` | no | the bits as they are |
 | 1 | `ulp` | yes | the distances as they are |
 | 2 | `ulp8` | yes | an int8 each; those that do not fit follow |
-| 3 | `planes` | yes | a bit for the sign, some low bits, and whether there is more; the rest as its length and its bits |
+| 3 | `planes` | yes | a bit for the sign, some low bits, and whether it is far; what is left as its length and its bits |
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MOST_RELATIVE: Final = 4
 
 
 class Terms(NamedTuple):
-    """What the table says of a stream of values, beside its size; all 0 but for `planes` (see `kernels.planes.Planes`).
+    """What the table says of a stream of values, beside its size; all 0 but for `planes` (docs/protocol.md, "Values").
 
     Attributes:
         shift: low bits that are written as they are.
-        spread: 1 more than the low bits of the positions of the far ones; 0 if these are a plane.
-        far: how many.
-        unary: the bits of all their high parts.
+        spread: 1 more than the low bits of the positions of the far ones, which have other bits than these; 0 if these are a plane.
+        far: how many are far.
+        unary: bits of the plane in which the lengths of their other bits are written in unary.
     """
 
     shift: int = 0
@@ -84,7 +84,7 @@ class Values:
 
     def planes_with(self, zeros: int) -> Planes:
         """Return how they are best written as planes together with `zeros` distances of 0."""
-        chosen: Planes = kernels.codecs_on("cpu").plan(self.classes, self.width, zeros)
+        chosen: Planes = kernels.codecs_on("cpu").choose_planes(self.classes, self.width, zeros)
         return chosen
 
 
@@ -176,13 +176,13 @@ class BitPlanes:
     def encode(self, values: Values) -> tuple[Tensor, Terms]:
         plan = values.planes
         stream = kernels.codecs_on(values.values.device).encode_planes(values.classes, values.width, plan)
-        return stream, Terms(plan.shift, plan.spread + 1, plan.far, plan.unary)
+        return stream, Terms(plan.shift, plan.spread, plan.far, plan.unary)
 
     def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
-        shift, spread, far, unary = terms.shift, terms.spread - 1, terms.far, terms.unary
+        shift, spread, far, unary = terms
         most = 8 * dtype.itemsize - shift
-        _check_terms(self.name, terms, most > 0 and spread <= MOST_LOW and far <= count and far <= unary <= far * most)
-        places = words(count) if spread < 0 else ef_size(far, count, spread)
+        _check_terms(self.name, terms, most > 0 and spread <= MOST_LOW + 1 and far <= count and far <= unary <= far * most)
+        places = ef_size(far, count, spread - 1) if spread else words(count)
         size = words(count) + low_size(count, shift) + places + words(unary) + words(unary - far)
         check_size(self.name, stream, size)
         return kernels.codecs_on(stream.device).decode_planes(stream, count, dtype, Planes(shift, spread, far, unary, size))

@@ -1,5 +1,6 @@
 # ruff: noqa: E501
-"""The inner loops of dte_dist, one module per kind of device, all with the same functions.
+"""The inner loops of dte_dist, one module per kind of device, all with the same functions; those for the CPU have in addition what is
+worked out on the host for every device (`best_low`, `choose_planes`), and what compiles their loops (`kernels.warming`).
 
 `on(device)` returns `kernels.cpu` (numba loops over CPU memory) or `kernels.torch_ops` (plain torch ops, any device):
 
@@ -54,7 +55,7 @@ count in a whole flat space (`scatter`, `put`, `gather`, `sorted_below`) also in
 The CPU kernels split large work over `torch.get_num_threads()` threads (`kernels.threads`); what they write is what one would write.
 
 The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits for the device, so
-a caller may collect many and ask once. Only its `advance` (to learn the count) and its `scatter` (to learn which tensors
+a caller may collect many and ask once. Only its `advance` (to learn the count), its `borders` and its `scatter` (to learn which tensors
 are touched, and again if the positions are not ascending) wait themselves, once a call,
 and so does `translate` of `torch_remap`, which `place` and `fetch` go through. Both modules leave every version counter of autograd as an in-place op would.
 """

@@ -20,7 +20,7 @@ from dte_dist.kernels.memory import SOME, column, stack
 from dte_dist.kernels.memory import at as _at
 from dte_dist.kernels.memory import lowest as _lowest
 from dte_dist.kernels.memory import ones as _ones
-from dte_dist.kernels.planes import ef_size, low_size, padded, words
+from dte_dist.kernels.planes import CLASSES, MOST_LOW, ef_size, low_size, padded, words
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 from dte_dist.kernels.vector import add_planes as _add_planes
 from dte_dist.kernels.vector import bit_length as _bit_length
@@ -30,15 +30,15 @@ from dte_dist.kernels.vector import moved
 from dte_dist.kernels.vector import plane as _plane
 from dte_dist.kernels.vector import to_distances as _to_distances
 
-_U8, _I32, _U32, _I64, _U64 = np.uint8(0), np.int32(0), np.uint32(0), np.int64(0), np.uint64(0)
-_ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
+_U8, _I32, _I64, _U64 = np.uint8(0), np.int32(0), np.int64(0), np.uint64(0)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
 @loop
 def best_low(count, length):
-    """Return the number of low bits, up to 24, that makes `ef_size` smallest, the least of several; and that size."""
+    """Return the number of low bits that makes `ef_size` smallest, the least of several; and that size."""
     best, least = 0, np.int64(1) << 62
-    for low in range(25):
+    for low in range(MOST_LOW + 1):
         size = ef_size(count, length, low)
         if size < least:
             best, least = low, size
@@ -67,7 +67,7 @@ def set_bits(positions, count, low, step, size, stream):
 
 @loop
 def get_bits(stream, size, count, low, step, most, positions):
-    """Write (bit - step * i) << low for each bit i that is set. Return False if there are not `count`, or one is above `most` << low."""
+    """Write b << low with b = bit - step * i for each bit i that is set. Return False if there are not `count`, or a b is above `most`."""
     position, word = _at(positions, _I32), _at(stream, _U64)
     total = 0
     for at in range(size >> 3):
@@ -87,7 +87,7 @@ def get_bits(stream, size, count, low, step, most, positions):
 
 
 @loop
-def split(values, count, low, stream):
+def split_low(values, count, low, stream):
     """Write the `low` lowest bits of int32 values: whole bytes as streams of bytes, then a plane of words for each further bit."""
     value, whole = _at(values, _I32), count & -64
     for byte in range(low >> 3):
@@ -109,8 +109,8 @@ def split(values, count, low, stream):
 
 
 @loop
-def join(stream, count, low, values):
-    """OR what `split` wrote into int32 values, which have room for a multiple of 64."""
+def join_low(stream, count, low, values):
+    """OR what `split_low` wrote into int32 values, which have room for a multiple of 64."""
     value = _at(values, _I32)
     for byte in range(low >> 3):
         part = _at(stream + byte * padded(count), _U8)
@@ -140,22 +140,22 @@ def _bits_of(distance):
 
 @loop
 def measure(distances, count, classes):
-    """Count int32 distances by the bits of m = |distance| - 1 modulo 2^32, in int64[33].
+    """Count int32 distances by the bits of m = |distance| - 1 modulo 2^32, in int64[CLASSES].
 
-    There is room for 132 more, since an increment has to wait for the last one of the same number.
+    There is room for four times as many more, since an increment has to wait for the last one of the same number.
     """
     distance, number, whole = _at(distances, _I32), _at(classes, _I64), count & -4
-    for i in range(165):
+    for i in range(5 * CLASSES):
         number[i] = 0
     for i in range(0, whole, 4):
-        number[33 + _bits_of(distance[i])] += 1
-        number[66 + _bits_of(distance[i + 1])] += 1
-        number[99 + _bits_of(distance[i + 2])] += 1
-        number[132 + _bits_of(distance[i + 3])] += 1
+        number[CLASSES + _bits_of(distance[i])] += 1
+        number[2 * CLASSES + _bits_of(distance[i + 1])] += 1
+        number[3 * CLASSES + _bits_of(distance[i + 2])] += 1
+        number[4 * CLASSES + _bits_of(distance[i + 3])] += 1
     for i in range(whole, count):
-        number[33 + _bits_of(distance[i])] += 1
-    for i in range(132):
-        number[i % 33] += number[33 + i]
+        number[CLASSES + _bits_of(distance[i])] += 1
+    for i in range(4 * CLASSES):
+        number[i % CLASSES] += number[CLASSES + i]
 
 
 @loop
@@ -168,25 +168,25 @@ def count_ulp8(distances, count):
 
 
 @loop
-def plan_planes(classes, count, width, plan):
+def choose_planes(classes, count, width, plan):
     """Choose how `count` distances of these classes are written in the fewest bytes.
 
-    Write into int64[5]: the shift; low bits of the positions of the far ones, or -1 for a plane; how many are far, and the bits of
-    all their high parts; the bytes in all. The least shift of several that are equally good is taken.
+    Write into int64[5] the fields of `Planes`. The least shift of several that are equally good is taken.
     """
     number, chosen, most = _at(classes, _I64), _at(plan, _I64), 8 * width
     chosen[4] = np.int64(1) << 62
     for shift in range(most):
         far = unary = np.int64(0)
-        for bits in range(shift + 1, 33):
+        for bits in range(shift + 1, CLASSES):
             far += number[bits]
             unary += number[bits] * (min(bits, most) - shift)
         rest = words(count) + low_size(count, shift) + words(unary) + words(unary - far)
         if rest >= chosen[4] or unary >> 32:
             continue
-        spread, places = best_low(far, count)
+        low, places = best_low(far, count)
+        spread = low + 1
         if places >= words(count):
-            spread, places = -1, words(count)
+            spread, places = 0, words(count)
         if rest + places < chosen[4]:
             chosen[0], chosen[1], chosen[2], chosen[3], chosen[4] = shift, spread, far, unary, rest + places
 
@@ -337,7 +337,7 @@ def scatter_values(sample, width, table, positions, values, count, relative, tou
     """Write values to int64 positions of the tensors of a table, or move the bits there by them, and mark the tensors.
 
     If `out` is not 0, what comes of it is written there and not into the tensors. Positions come in any order.
-    Return how many positions were seen to: fewer than `count` if a later one is out of range.
+    Return how many positions were seen to: if one is out of range fewer than `count`, a multiple of SOME that ends before it.
     """
     position, value, mark = _at(positions, _I64), _at(values, sample), _at(touched, _U8)
     starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)

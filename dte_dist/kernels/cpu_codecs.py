@@ -20,9 +20,9 @@ from dte_dist.kernels.threads import split
 from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
 
 __all__ = [
-    "add", "best_low", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8",
-    "distances", "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "join_again", "measure", "moved", "narrow", "patch",
-    "plan", "scatter_add", "split_again", "subtract", "warm", "warm_patch", "widen",
+    "add", "best_low", "choose_planes", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes",
+    "decode_ulp8", "distances", "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "join_again", "measure", "moved", "narrow",
+    "patch", "scatter_add", "split_again", "subtract", "warm", "warm_patch", "widen",
 ]  # fmt: skip
 
 
@@ -36,11 +36,11 @@ def best_low(count: int, length: int) -> tuple[int, int]:
     return codec_loops.best_low(count, length)
 
 
-def plan(classes: Classes, width: int, zeros: int = 0) -> Planes:
+def choose_planes(classes: Classes, width: int, zeros: int = 0) -> Planes:
     """Choose how distances are written in the fewest bytes; `zeros` more distances are 0."""
-    numbers, chosen = classes.numbers[:CLASSES].copy(), np.empty(5, np.int64)
+    numbers, chosen = classes.numbers.copy(), np.empty(5, np.int64)
     numbers[-1] += zeros
-    codec_loops.plan_planes(numbers.ctypes.data, classes.count + zeros, width, chosen.ctypes.data)
+    codec_loops.choose_planes(numbers.ctypes.data, classes.count + zeros, width, chosen.ctypes.data)
     return Planes(*chosen.tolist())
 
 
@@ -184,7 +184,7 @@ def encode_ef(positions: Tensor, length: int, low: int) -> Tensor:
 
 def _write_ef(positions: Tensor, length: int, low: int, at: int, size: int) -> None:
     lows = low_size(len(positions), low)
-    codec_loops.split(address(positions, dtype=torch.int32), len(positions), low, at)
+    codec_loops.split_low(address(positions, dtype=torch.int32), len(positions), low, at)
     _set_bits(positions, length, (low, 1), at + lows, size - lows)
 
 
@@ -201,7 +201,7 @@ def _read_ef(at: int, count: int, length: int, low: int, positions: int) -> bool
     if not codec_loops.get_bits(at + lows, size - lows, count, low, 1, (length - 1) >> low, positions):
         return False
     if low:
-        codec_loops.join(at, count, low, positions)
+        codec_loops.join_low(at, count, low, positions)
     return loops.sorted_below(np.int32(0), positions, count, length)
 
 
@@ -239,9 +239,9 @@ def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Te
 
 def measure(distances: Tensor) -> Classes:
     """Count int32 distances by size."""
-    numbers = np.empty(165, np.int64)
+    numbers = np.empty(5 * CLASSES, np.int64)
     codec_loops.measure(address(distances, dtype=torch.int32), distances.numel(), numbers.ctypes.data)
-    return Classes(distances, distances.numel(), numbers)
+    return Classes(distances, distances.numel(), numbers[:CLASSES])
 
 
 def count_ulp8(distances: Tensor) -> int:
@@ -258,16 +258,16 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     places = lows + low_size(count, plan.shift)
     codec_loops.to_magnitudes(values, count, width, signs)
     if plan.shift:
-        codec_loops.split(values, count, plan.shift, lows)
+        codec_loops.split_low(values, count, plan.shift, lows)
     far = _room(plan.far)
-    if plan.spread < 0:
+    if not plan.spread:
         unary = places + words(count)
         codec_loops.find_far(values, count, 1 << plan.shift, places, far.data_ptr())
     else:
-        unary = places + ef_size(plan.far, count, plan.spread)
+        unary = places + ef_size(plan.far, count, plan.spread - 1)
         plane = torch.empty(words(count), dtype=torch.uint8, device="cpu")
         codec_loops.find_far(values, count, 1 << plan.shift, plane.data_ptr(), far.data_ptr())
-        _write_ef(far[: plan.far], count, plan.spread, places, unary - places)
+        _write_ef(far[: plan.far], count, plan.spread - 1, places, unary - places)
     bits = unary + words(plan.unary)
     room[bits - signs :].zero_()
     codec_loops.encode_far(values, far.data_ptr(), plan.far, plan.shift, unary, bits - unary, bits)
@@ -281,14 +281,14 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
     lows = signs + words(count)
     places = lows + low_size(count, plan.shift)
     if plan.shift:
-        codec_loops.join(lows, count, plan.shift, values)
+        codec_loops.join_low(lows, count, plan.shift, values)
     codec_loops.to_distances(values, count, signs)
-    if plan.spread < 0:
+    if not plan.spread:
         unary = places + words(count)
         sound = codec_loops.get_bits(places, unary - places, plan.far, 0, 0, count - 1, far.data_ptr())
     else:
-        unary = places + ef_size(plan.far, count, plan.spread)
-        sound = _read_ef(places, plan.far, count, plan.spread, far.data_ptr())
+        unary = places + ef_size(plan.far, count, plan.spread - 1)
+        sound = _read_ef(places, plan.far, count, plan.spread - 1, far.data_ptr())
     sizes = plan.far, plan.shift, 8 * dtype.itemsize - plan.shift, unary, plan.unary, unary + words(plan.unary)
     sound = sound and codec_loops.decode_far(values, signs, far.data_ptr(), *sizes)
     return narrow(wide[:count], dtype), sound
@@ -324,7 +324,7 @@ def warm(widths: Iterable[int]) -> None:
     join_again(few, split_again(few, few)[0], few[:0], count_again(split_again(few, few)[0], 3))
     decode_ulp8(encode_ulp8(away, 2, count_ulp8(away)), 3, torch.int16, 1)
     classes = measure(away)
-    chosen = plan(classes, 2)
+    chosen = choose_planes(classes, 2)
     decode_planes(encode_planes(classes, 2, chosen), 3, torch.int16, chosen)
     for bits in _zeros(set(widths) - {8}):
         distances(bits, bits)

@@ -41,7 +41,7 @@ class Planes(NamedTuple):
 
     Attributes:
         shift: low bits of every m that are written as they are.
-        spread: low bits of the positions of those with h > 0, the far ones; -1 if these are a plane.
+        spread: 1 more than the low bits of the positions of those with h > 0, the far ones; 0 if these are a plane.
         far: how many have h > 0.
         unary: the bits of all h together.
         size: bytes in all.

@@ -71,7 +71,7 @@ def _measure(remap, entry, parts):
     Before them, the position in the receiver of coordinates that are all 0, which may be below 0.
     """
     extent, stride, segment = column(remap, _EXTENT), column(remap, _STRIDE), column(remap, _SEGMENT)
-    low, high, target, part = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET), at(parts, _U64)
+    low, high, target, number = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET), at(parts, _U64)
     first, axes, home = column(remap, _AXIS)[entry], column(remap, _AXES)[entry], column(remap, _SHIFT)[entry]
     if axes > _MOST_AXES or column(remap, _END)[entry] - column(remap, _ORIGIN)[entry] >= 1 << 32:
         return False
@@ -81,10 +81,10 @@ def _measure(remap, entry, parts):
         if segment[this + 1] - k != 1 or (inner and extent[this] == 1):
             return False
         home += (target[k] - low[k]) * stride[this]
-        part[here] = _ALL // np.uint64(extent[this]) + _ONE if inner else _ZERO
-        part[here + 1], part[here + 2] = np.uint64(extent[this]), np.uint64(low[k])
-        part[here + 3], part[here + 4] = np.uint64(high[k] - low[k]), np.uint64(stride[this])
-    part[0] = np.uint64(home)
+        number[here] = _ALL // np.uint64(extent[this]) + _ONE if inner else _ZERO
+        number[here + 1], number[here + 2] = np.uint64(extent[this]), np.uint64(low[k])
+        number[here + 3], number[here + 4] = np.uint64(high[k] - low[k]), np.uint64(stride[this])
+    number[0] = np.uint64(home)
     return True
 
 
@@ -92,8 +92,17 @@ def _measure(remap, entry, parts):
 def _in_plane(sample, parts, offset, positions, bits, count, out, kept):
     """Do what `_in_rectangle` does where there are two axes, as in most entries, with everything in registers."""
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
-    part, found = at(parts, _U64), _I64
-    home, scale, size, low, held, low_row, held_rows, step = part[0], part[1], part[2], part[3], part[4], part[8], part[9], part[10]
+    number, found = at(parts, _U64), _I64
+    home, scale, size, low, held, low_row, held_rows, step = (
+        number[0],
+        number[1],
+        number[2],
+        number[3],
+        number[4],
+        number[8],
+        number[9],
+        number[10],
+    )
     for i in range(count):
         place = np.uint64(position[i] + offset)
         row = high_product(place, scale)
@@ -111,14 +120,14 @@ def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept
     Products with 2^64 / extent stand for divisions. What lies outside a run wraps to a large number when its start is taken off.
     """
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
-    part, found = at(parts, _U64), _I64
+    number, found = at(parts, _U64), _I64
     for i in range(count):
-        rest, to, held = np.uint64(position[i] + offset), part[0], True
+        rest, to, held = np.uint64(position[i] + offset), number[0], True
         for a in range(1, 5 * axes, 5):
-            above = high_product(rest, part[a])
-            coordinate = rest - above * part[a + 1]
-            held &= coordinate - part[a + 2] < part[a + 3]
-            to += coordinate * part[a + 4]
+            above = high_product(rest, number[a])
+            coordinate = rest - above * number[a + 1]
+            held &= coordinate - number[a + 2] < number[a + 3]
+            to += coordinate * number[a + 4]
             rest = above
         into[found] = np.int64(to)
         keep[found] = bit[i]
@@ -152,11 +161,11 @@ def _in_rows(sample, remap, entry, offset, positions, bits, count, out, kept):
 
 
 @part
-def _shift(sample, width, moved, positions, bits, count, out, kept):
+def _shift(sample, width, distance, positions, bits, count, out, kept):
     """Translate positions of an entry without axes, all of which are kept."""
     position, into = at(positions, _I32), at(out, _I64)
     for i in range(count):
-        into[i] = position[i] + moved
+        into[i] = position[i] + distance
     move(kept, bits, count * width)
     return count
 

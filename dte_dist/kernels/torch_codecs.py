@@ -2,8 +2,8 @@
 
 They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places of the bits that are
 set are found by their ranks, and whether a stream was sound stays on the device; only of `again`, `count_again` has to wait once.
-Of the others, `measure`, `moved`, `split_again` and `encode_ulp8` wait once, `scatter_add` and `collect` twice, to learn which tensors
-they meet, and `encode_planes` once, for the far ones.
+Of the others, `measure`, `count_ulp8`, `split_again`, `encode_planes` and `moved` wait once; `collect` twice, and `scatter_add` twice, or
+three times if positions do not ascend, to learn which tensors they meet.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     last = (more + 1).cumsum(0) - 1
     which, bit = _runs(more.cumsum(0), plan.unary - plan.far)
     signs = _packed(_padded(wide < 0, 64))
-    places = _plane(far, len(wide)) if plan.spread < 0 else encode_ef(far.to(torch.int32), len(wide), plan.spread)
+    places = encode_ef(far.to(torch.int32), len(wide), plan.spread - 1) if plan.spread else _plane(far, len(wide))
     bits = _packed(_padded(((high[which] >> bit) & 1).to(torch.uint8), 64))
     return torch.cat([signs, *_split(magnitude, plan.shift), places, _plane(last, plan.unary), bits])
 
@@ -186,12 +186,12 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
     negative = _unpacked(stream[:at])[:count]
     lows, used = _joined(stream[at:], count, plan.shift)
     at += used
-    if plan.spread < 0:
+    if not plan.spread:
         end = at + words(count)
         far, sound = decode_bitmap(stream[at:end], plan.far, count)
     else:
-        end = at + ef_size(plan.far, count, plan.spread)
-        far, sound = decode_ef(stream[at:end], plan.far, count, plan.spread)
+        end = at + ef_size(plan.far, count, plan.spread - 1)
+        far, sound = decode_ef(stream[at:end], plan.far, count, plan.spread - 1)
     far = far.to(torch.int64).clamp_(0, count - 1)
     at, end = end, end + words(plan.unary)
     parts, agrees = _high_parts(stream[at:end], stream[end:], plan, 8 * dtype.itemsize - plan.shift)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
-from typing import IO, Final
+from typing import Final
 
 __all__ = ["warm"]
 
 _JOBS: Final = ("cpu_codecs.warm", "cpu_codecs.warm_patch", "cpu.warm", "cpu_remap.warm")
-"""The dearest first."""
+"""Functions that take widths, the dearest first."""
 
 _PATIENCE: Final = 60.0
+"""Seconds after which a process takes jobs that others are at: to compile twice is better than to wait for ever."""
 
 _warm: set[int] = set()
 
@@ -37,25 +39,37 @@ def warm(widths: Iterable[int]) -> None:
     left, deadline = list(_JOBS) if new else [], time.monotonic() + _PATIENCE
     while left:
         for job in tuple(left):
-            with open(Path(gettempdir()) / f"dte_dist-{os.getuid()}-{job}.lock", "w") as lock:
-                # To compile twice is better than to wait for ever.
-                if _is_mine(lock) or time.monotonic() > deadline:
-                    _run(job, new)
+            with _turn(job) as is_mine:
+                if is_mine or time.monotonic() > deadline:
+                    module, name = job.split(".")
+                    getattr(import_module(f"dte_dist.kernels.{module}"), name)(new)
                     left.remove(job)
         if left:
             time.sleep(0.02)
     _warm.update(new)
 
 
-def _is_mine(lock: IO[str]) -> bool:
-    """Lock a file until it is closed; return False if another process has."""
+@contextmanager
+def _turn(job: str) -> Iterator[bool]:
+    """Tell whether no other process is at a job, and keep others off it. Where there can be no lock there are no turns."""
+    path = Path(gettempdir()) / f"dte_dist-{os.getuid()}-{job}.lock"
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _is_locked(lock)
+    finally:
+        os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Lock an open file, unless another process has."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:  # not on this file system
+        pass
     return True
-
-
-def _run(job: str, widths: set[int]) -> None:
-    module, name = job.split(".")
-    getattr(import_module(f"dte_dist.kernels.{module}"), name)(widths)

@@ -151,8 +151,9 @@ class Layout:
     def tensors(self) -> list[Tensor]:
         """Return the local tensors as they are now, in the order of the manifest's entries.
 
-        Each has the shape of its block; a tensor of no elements may have any shape without elements. complex128 comes as
-        pairs of float64. The tensors may require grad: read and write them under `no_grad`.
+        Each has the shape of its block; a tensor of no elements may have any shape without elements, and one that is seen in another
+        shape where it lies is still the same array. complex128 comes as pairs of float64. The tensors may require grad: read and
+        write them under `no_grad`.
 
         Raises:
             LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot. Or the

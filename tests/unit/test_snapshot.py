@@ -288,6 +288,21 @@ def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
         assert not model.snapshot._before
 
 
+def test_a_range_that_changed_much_costs_the_others_nothing(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One range of a wave is kept whole, the others where they changed; all go back."""
+    monkeypatch.setattr(module, "_RANGE", 1)
+    model = Model({2: [40_000]}, 1000)
+    before, bits = model.known(2), model.bits(2)
+    bits[3000:4000] ^= 1
+    bits[[5, 2999, 4000, 17_000, 39_999]] ^= 1
+    model.set(2, bits)
+    model.take_over()
+    notes = [part for note in model.snapshot._before for part in (note.positions, note.bits) if part is not None]
+    assert sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes}.values()) <= 2000 + 5 * 6
+    model.snapshot.undo()
+    assert np.array_equal(model.known(2), before)
+
+
 # Breaking off ------------------------------------------------------------------------------------------------------------
 
 

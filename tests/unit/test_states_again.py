@@ -30,21 +30,29 @@ SIZE = 99_960
 class Steps(Pair):
     """A pair whose trainer changes mostly the same elements again; `sync` returns the bytes of the delta."""
 
-    def __init__(self, codec: str = "small", dtype: torch.dtype = torch.bfloat16, share: float = 0.02, **options) -> None:
-        self.rng = np.random.default_rng(0)
+    def __init__(
+        self,
+        codec: str = "small",
+        dtype: torch.dtype = torch.bfloat16,
+        share: float = 0.02,
+        size: int = SIZE,
+        again: float = 0.84,
+        **options,
+    ) -> None:
+        self.rng, self.again = np.random.default_rng(0), again
         self.chooser = Chooser(codec)
-        start = torch.from_numpy(self.rng.integers(0, 100, SIZE))
-        self.flags = self.rng.random(SIZE) < share
-        super().__init__({"a": start[: SIZE // 3].to(dtype), "b": start[SIZE // 3 :].to(dtype).view(-1, 7)[:, :7]}, **options)
+        start = torch.from_numpy(self.rng.integers(0, 100, size))
+        self.flags = self.rng.random(size) < share
+        super().__init__({"a": start[: size // 3].to(dtype), "b": start[size // 3 :].to(dtype).view(-1, 7)[:, :7]}, **options)
 
     def step(self) -> None:
-        """Change the last bits of some elements, of which 84 % were changed by the last step."""
+        """Change the last bits of some elements, most of which (`again`) were changed by the last step."""
         parts = [tensor.view(-1) for tensor in self.trained.values()]
         flags = torch.from_numpy(self.flags)
         for part, where in zip(parts, flags.split([len(part) for part in parts]), strict=True):
             part.view(torch.uint8).view(len(part), -1)[:, 0] ^= where.to(torch.uint8)
-        share = self.flags.mean()
-        self.flags = (self.flags & (self.rng.random(SIZE) < 0.84)) | (self.rng.random(SIZE) < 0.16 * share)
+        share, size = self.flags.mean(), len(self.flags)
+        self.flags = (self.flags & (self.rng.random(size) < self.again)) | (self.rng.random(size) < (1 - self.again) * share)
 
     def prepare(self, lanes: Lanes | None = None) -> list[Tensor]:
         self.step()
@@ -102,6 +110,17 @@ def test_bytes_go_down_where_positions_come_again(codec: str, dtype: torch.dtype
         assert counts == [False, False] + [True, False] * 3
         assert plain.source._history.nbytes == plain.receiver._history.nbytes == 0
         assert pair.source._history.nbytes == pair.receiver._history.nbytes == 4 * pair.source.changed
+
+
+@pytest.mark.parametrize("again", [0.0, 0.5, 0.84])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6])
+@pytest.mark.parametrize("size", [42, 210, 5040, SIZE])
+def test_what_is_known_is_not_what_comes_next(size: int, share: float, again: float) -> None:
+    """The positions of a delta are kept as they were, though the memory that they were found in is used again: in spaces of any size."""
+    pair = Steps(size=size, share=share, again=again)
+    for _ in range(5):
+        if pair.flags.any():
+            pair.sync()
 
 
 def test_segments_are_joined_in_another_way_each_time() -> None:
