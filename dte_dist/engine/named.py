@@ -84,7 +84,8 @@ def refuse_difference(expected: Slots, got: Slots, *, what: str) -> None:
     for fault, names in (("missing", expected.keys() - got.keys()), ("not expected", got.keys() - expected.keys())):
         if names:
             shown = ", ".join(map(repr, sorted(names)[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            raise LayoutMismatch(f"{what}: {fault} are {shown}", slot=min(names), fix="give the same names on both sides")
+            fix = "give the same names on both sides" if got else "an iterator gives its tensors once: make a new one for each call"
+            raise LayoutMismatch(f"{what}: {fault} are {shown}", slot=min(names), fix=fix)
     for name, (shape, dtype) in expected.items():
         if got[name][0] != shape:
             raise LayoutMismatch(f"{what}: another shape", slot=name, expected=shape, got=got[name][0])

@@ -23,10 +23,10 @@ from dte_dist.kernels.memory import ones as _ones
 from dte_dist.kernels.planes import CLASSES, MOST_LOW, ef_size, low_size, padded, words
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 from dte_dist.kernels.vector import add_planes as _add_planes
+from dte_dist.kernels.vector import at_distance
+from dte_dist.kernels.vector import at_least as _at_least
 from dte_dist.kernels.vector import bit_length as _bit_length
 from dte_dist.kernels.vector import distance as _distance
-from dte_dist.kernels.vector import least as _least
-from dte_dist.kernels.vector import moved
 from dte_dist.kernels.vector import plane as _plane
 from dte_dist.kernels.vector import to_distances as _to_distances
 
@@ -215,7 +215,7 @@ def find_far(magnitudes, count, bound, plane, far):
     for block in range((count + 63) >> 6):
         left = _ZERO
         if 64 * block < whole:
-            left = _least(magnitudes + 256 * block, bound)
+            left = _at_least(magnitudes + 256 * block, bound)
         else:
             for i in range(whole, count):
                 left |= np.uint64(np.uint32(magnitude[i]) >= np.uint32(bound)) << np.uint64(i & 63)
@@ -358,7 +358,7 @@ def scatter_values(sample, width, table, positions, values, count, relative, tou
             for i in range(end - begin):  # nothing else here: then many loads are on their way at once
                 some[i] = _at(there[i], sample)[0]
         for i in range(end - begin):
-            some[i] = moved(some[i], value[begin + i]) if relative else value[begin + i]
+            some[i] = at_distance(some[i], value[begin + i]) if relative else value[begin + i]
         for i in range(end - begin):
             _at(out + (begin + i) * width if out else there[i], sample)[0] = some[i]
     return count

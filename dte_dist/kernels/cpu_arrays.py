@@ -84,7 +84,7 @@ def readable(flat: Flat, begin: int, end: int) -> tuple[Table, Tensor | None]:
         return table, None
     indices, low, high = indices[mine], low[mine], high[mine]
     bits = torch_ops.gathered(flat, indices, low, high)
-    return table.moved(indices, bits.data_ptr() + flat.width * (np.cumsum(high - low) - high)), bits
+    return table.relocated(indices, bits.data_ptr() + flat.width * (np.cumsum(high - low) - high)), bits
 
 
 def join(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:

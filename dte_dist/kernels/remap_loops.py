@@ -19,7 +19,7 @@ from dte_dist.kernels.compiled import loop, part
 from dte_dist.kernels.loops import copy, find, until
 from dte_dist.kernels.memory import SOME, at, column, high_product, move, stack
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
-from dte_dist.kernels.vector import moved
+from dte_dist.kernels.vector import at_distance
 
 __all__ = ["patch", "place", "translate"]
 
@@ -93,16 +93,8 @@ def _in_plane(sample, parts, offset, positions, bits, count, out, kept):
     """Do what `_in_rectangle` does where there are two axes, as in most entries, with everything in registers."""
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
     number, found = at(parts, _U64), _I64
-    home, scale, size, low, held, low_row, held_rows, step = (
-        number[0],
-        number[1],
-        number[2],
-        number[3],
-        number[4],
-        number[8],
-        number[9],
-        number[10],
-    )
+    home, scale, size, low, held = number[0], number[1], number[2], number[3], number[4]
+    low_row, held_rows, step = number[8], number[9], number[10]
     for i in range(count):
         place = np.uint64(position[i] + offset)
         row = high_product(place, scale)
@@ -207,6 +199,16 @@ def translate(sample, width, remap, entry, first, positions, bits, count, out, k
 
 
 @part
+def _seek(stream, blocks, place):
+    """Return in which block of a stream of codec u16 its position number `place` is, and how many there are from it to the block's end."""
+    number, block, ahead = at(stream, _U32), _I64, place
+    while block < blocks and ahead >= number[block]:
+        ahead -= np.int64(number[block])
+        block += 1
+    return block, np.int64(number[block]) - ahead if block < blocks else _I64
+
+
+@part
 def _unpack(stream, blocks, block, left, count, positions):
     """Write `count` positions of a stream of codec u16 as int32, the next being `left` before the end of block `block`.
 
@@ -237,7 +239,7 @@ def _write_here(sample, width, live, positions, values, count, relative):
         for i in range(count):  # nothing else here: then many loads are on their way at once
             some[i] = at(live + width * position[i], sample)[0]
         for i in range(count):
-            some[i] = moved(some[i], value[i])
+            some[i] = at_distance(some[i], value[i])
         value = some
     for i in range(count):
         at(live + width * position[i], sample)[0] = value[i]
@@ -252,22 +254,17 @@ def patch(sample, width, remap, entry, first, positions, blocks, values, low, hi
     """
     starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
     begin, end, shift, axes = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT), column(remap, _AXES)
-    to, held, unpacked, here = stack(), stack() + 8 * SOME, stack() + 16 * SOME, positions
-    entries, total, index, missing, block, left = at(remap, _I64)[_ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64, _I64, _I64
-    if blocks:
-        number, skip = at(positions, _U32), low
-        while block < blocks and skip >= number[block]:
-            skip -= np.int64(number[block])
-            block += 1
-        left = np.int64(number[block]) - skip if block < blocks else _I64
-    for now in range(low, high, SOME):
-        size, mine = min(SOME, high - now), values + width * now
+    homes, kept, unpacked, some = stack(), stack() + 8 * SOME, stack() + 16 * SOME, positions
+    entries, total, index, missing = at(remap, _I64)[_ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64
+    block, left = _seek(positions, blocks, low)
+    for done in range(low, high, SOME):
+        size, theirs = min(SOME, high - done), values + width * done
         if blocks:
             block, left = _unpack(positions, blocks, block, left, size, unpacked)
-            here = unpacked
+            some = unpacked
         else:
-            here = positions + 4 * now
-        least, most = first + at(here, _I32)[0], first + at(here, _I32)[size - 1]
+            some = positions + 4 * done
+        least, most = first + at(some, _I32)[0], first + at(some, _I32)[size - 1]
         while entry < entries and end[entry] <= least:
             entry += 1
         if entry == entries:
@@ -278,10 +275,10 @@ def patch(sample, width, remap, entry, first, positions, blocks, values, low, hi
             if kinds[index] == PLAIN and most + moves < starts[index + 1]:
                 mark[index] = 1
                 live = addresses[index] + (first + moves - starts[index]) * width
-                _write_here(sample, width, live, here, mine, size, relative)
+                _write_here(sample, width, live, some, theirs, size, relative)
                 continue
-        found, entry = _translate(sample, width, remap, entry, first, here, mine, size, to, held)
-        missing += found - scatter_values(sample, width, table, to, held, found, relative, touched, np.int64(0))
+        found, entry = _translate(sample, width, remap, entry, first, some, theirs, size, homes, kept)
+        missing += found - scatter_values(sample, width, table, homes, kept, found, relative, touched, np.int64(0))
     return missing == 0
 
 

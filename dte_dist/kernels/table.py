@@ -80,7 +80,7 @@ class Table:
         self._columns = np.append(addresses_of(self.starts, addresses, self.kinds, self.shapes), len(addresses))
         self.address = int(self._columns.ctypes.data)
 
-    def moved(self, indices: np.ndarray, addresses: np.ndarray) -> Table:
+    def relocated(self, indices: np.ndarray, addresses: np.ndarray) -> Table:
         """Return the same table, but for some tensors that are plain and lie elsewhere."""
         table = Table.__new__(Table)
         table.starts, table.shapes, table.kinds = self.starts, self.shapes, self.kinds.copy()

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["add_planes", "bit_length", "distance", "least", "moved", "plane", "to_distances"]
+__all__ = ["add_planes", "at_distance", "at_least", "bit_length", "distance", "plane", "to_distances"]
 
 _BITS, _INT, _BYTE = ir.VectorType(ir.IntType(1), 64), ir.VectorType(ir.IntType(32), 64), ir.VectorType(ir.IntType(8), 64)
 
@@ -28,7 +28,7 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 
 @intrinsic
-def least(_typing: Any, address: Any, bound: Any) -> Any:
+def at_least(_typing: Any, address: Any, bound: Any) -> Any:
     """Return a mask of which of 64 uint32 are at least `bound`, the first in the lowest bit."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -110,7 +110,7 @@ def distance(_typing: Any, bits: Any, known: Any) -> Any:
 
 
 @intrinsic
-def moved(_typing: Any, bits: Any, distance: Any) -> Any:
+def at_distance(_typing: Any, bits: Any, distance: Any) -> Any:
     """Return the bit pattern that is so far from another one."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:

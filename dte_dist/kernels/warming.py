@@ -1,7 +1,7 @@
 """Compiling the CPU kernels before they are needed, or loading what was compiled.
 
-Processes of one user on one machine share the work: each takes a job that nobody else is at, and what others have compiled it loads from
-numba's cache on disk. So the ranks of one machine do on several cores what one alone would do on one.
+Processes of one user on one machine that share a cache share the work: each takes a job that nobody else is at, and what others have
+compiled it loads from numba's cache on disk. So the ranks of one machine do on several cores what one alone would do on one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Final
+
+from numba import config
 
 __all__ = ["warm"]
 
@@ -52,7 +55,8 @@ def warm(widths: Iterable[int]) -> None:
 @contextmanager
 def _turn(job: str) -> Iterator[bool]:
     """Tell whether no other process is at a job, and keep others off it. Where there can be no lock there are no turns."""
-    path = Path(gettempdir()) / f"dte_dist-{os.getuid()}-{job}.lock"
+    cache = blake2b(f"{config.CACHE_DIR}:{Path(__file__).parent}".encode(), digest_size=4).hexdigest()
+    path = Path(gettempdir()) / f"dte_dist-{os.getuid()}-{cache}-{job}.lock"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:

@@ -171,7 +171,7 @@ class Layout:
             self._check(index, objects[index])
         read = LocalTensors.of(objects, _locals)
         local = list(read.tensors)
-        moved = read.moved(self._before).tolist()
+        moved = read.changed_since(self._before).tolist()
         for index in moved:
             self._check(index, objects[index])
         if replaced or moved:

@@ -82,7 +82,7 @@ class LocalTensors:
         """Return the columns alone: what is kept between syncs must not keep memory alive."""
         return replace(self, tensors=())
 
-    def moved(self, before: LocalTensors) -> np.ndarray:
+    def changed_since(self, before: LocalTensors) -> np.ndarray:
         """Return the indices of tensors that are not where, or not as, they were before; both have the same number."""
         same = (self.addresses == before.addresses) & (self.numels == before.numels) & (self.contiguous == before.contiguous)
         if self.dtypes != before.dtypes:

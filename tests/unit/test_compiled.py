@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from numba.core import config
 
-from dte_dist.kernels import compiled, loops
+from dte_dist.kernels import compiled, loops, warming
 
 
 @pytest.fixture
@@ -99,3 +100,34 @@ def compiled_later() -> set[str]:
 
 def test_a_sync_compiles_nothing_once_the_kernels_are_warm(compiled_later: set[str]) -> None:
     assert compiled_later == set()
+
+
+def test_processes_take_turns_at_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else is at a job while its lock is held; those at another job, or with another cache, are not kept waiting."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with warming._turn("one") as mine:
+        assert mine
+        with warming._turn("one") as mine_too, warming._turn("other") as other:
+            assert not mine_too and other
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(warming.config, "CACHE_DIR", "elsewhere")
+            with warming._turn("one") as mine_there:
+                assert mine_there
+    with warming._turn("one") as mine:
+        assert mine
+
+
+@pytest.mark.parametrize("how", ["no folder", "a link", "somebody's folder"])
+def test_without_a_lock_there_are_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none" if how == "no folder" else tmp_path))
+    if how != "no folder":
+        with warming._turn("one"):
+            (lock,) = tmp_path.iterdir()
+        lock.unlink()
+        if how == "a link":
+            lock.symlink_to(tmp_path / "victim")
+        else:
+            lock.mkdir()
+    with warming._turn("one") as mine, warming._turn("one") as mine_too:
+        assert mine and mine_too
+    assert not (tmp_path / "victim").exists()

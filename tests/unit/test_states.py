@@ -589,7 +589,7 @@ def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(wav
 def test_a_source_without_memory_for_what_was_there_has_no_version(waves: None, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, asked = of_two_widths(), []
     before = {name: tensor.clone() for name, tensor in pair.copy.items()}
-    of_range = snapshot.Snapshot._all_before
+    of_range = snapshot.Snapshot._one_before
 
     def failing(*args: Any) -> Any:
         asked.append(args)
@@ -597,7 +597,7 @@ def test_a_source_without_memory_for_what_was_there_has_no_version(waves: None, 
             raise MemoryError("no room")
         return of_range(*args)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_all_before", failing)
+    monkeypatch.setattr(snapshot.Snapshot, "_one_before", failing)
     with pytest.raises(MemoryError):
         pair.prepare()
     pair.rollback()
