@@ -7,8 +7,9 @@
 | `"auto"` | the least seconds: bytes over the speed of the link, and what the codecs take; `"fast"` where the speed is not known |
 | `"ef+planes"` or any other pair | that pair |
 
-All but "fast" take the index codec `again` where it is the best one, and have both ends keep positions for it (`codec.history`); "auto"
-only over links that are slow enough for it to pay. The pair "again+..." is "ef+..." where `again` is not smaller.
+All but "fast" take the index codec `again` where it is the best one, and have both ends keep positions for it (`codec.history`): "small"
+where it is smaller by an eighth, since it takes twice as long as the others, "auto" only over links that are slow enough for it to pay.
+The pair "again+..." is "ef+..." where `again` is not smaller.
 
 All of them send a segment whole where that is cheaper: dense with `raw`, or with distances where both ends know the bits that were
 there. How a segment's changes are written is decided segment by segment, but whether they are bits or distances once for all
@@ -34,6 +35,9 @@ _TYPICAL: Final = 0.35
 
 _SAVED: Final = 1.6
 """Bytes that `again` saves for each change against `u16`, where most positions come again."""
+
+_WORTH: Final = 0.875
+"""For "small", which does not weigh time: the bytes that positions in `again` may take at most, of those in another codec."""
 
 _SECONDS: Final = {
     I32: 0.9e-9, U16: 1.0e-9, EF: 4.9e-9, BITMAP: 4.0e-9, AGAIN: 8.6e-9, RAW: 0.6e-9, ULP: 4.0e-9, ULP8: 6.2e-9, PLANES: 8.0e-9,
@@ -131,14 +135,19 @@ class Chooser:
                 best, least, cost = codec, size, each
         if again is not None and self._again and self._may_pay(again, count, length, cost):
             size = again.size(count, length)  # a pass over the positions
-            if size < least and self._cost(AGAIN, size, count) < cost:
+            if size < least and self._cost(AGAIN, size, count) < self._margin * cost:
                 return again, size, self._cost(AGAIN, size, count)
         return best, least, cost
 
     def _may_pay(self, again: Again, count: int, length: int, cost: float) -> bool:
         """Return whether `again` seems to cost less than something else."""
         sizes = again.least, again.estimate
-        return all(self._cost(AGAIN, size(count, length), count) < cost for size in sizes)
+        return all(self._cost(AGAIN, size(count, length), count) < self._margin * cost for size in sizes)
+
+    @property
+    def _margin(self) -> float:
+        """Return how much of the cost of another codec `again` may take at most."""
+        return _WORTH if self.codec == "small" else 1.0
 
     def _value_of(self, values: Values) -> tuple[ValueCodec, int, float]:
         """Return the best codec of values, its bytes and its cost."""

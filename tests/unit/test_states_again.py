@@ -132,7 +132,7 @@ def test_segments_are_joined_in_another_way_each_time() -> None:
         shares = np.repeat(rng.choice([0.0, 0.00001, 0.0004, 0.01, 0.2, 0.97, 1.0], 6), total // 6)
         flags = torch.from_numpy((np.random.default_rng(2).random(total) < shares) | (rng.random(total) < 0.00003))
         known[flags] ^= 1
-        pair.source.prepare(number + 2, False, Phases(), chooser=Chooser("small"))
+        pair.source.prepare(number + 2, False, Phases(), chooser=Chooser("again+planes"))
         assert pair.deliver(pair.source.frames()) is None
         used |= pair.source.codecs.keys()
         pair.receiver.apply()
@@ -146,7 +146,7 @@ def test_segments_are_joined_in_another_way_each_time() -> None:
 
 
 def test_after_a_failed_vote_the_next_delta_does_without() -> None:
-    pair = Steps()
+    pair = Steps("again+planes")
     assert [pair.sync(), pair.sync()] == [False, True]
     frames = pair.prepare()
     assert pair.counted(frames) and pair.deliver(frames) is None
