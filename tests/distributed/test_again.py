@@ -56,7 +56,7 @@ class Trainer:
 
     def sync(self, route: str, **options: Any) -> dte_dist.SyncReport:
         call = {"broadcast": dte_dist.delta_broadcast, "p2p": dte_dist.delta_p2p}[route]
-        how = {"src": list(range(SOURCES)), "codec": "small", "bucket_bytes": 1 << 17, "timeout": TIMEOUT}
+        how = {"src": list(range(SOURCES)), "codec": "again+planes", "bucket_bytes": 1 << 17, "timeout": TIMEOUT}
         return call(self.layout, **{**how, **options})
 
     def try_sync(self, route: str, **options: Any) -> tuple[Any, ...]:
