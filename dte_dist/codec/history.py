@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dte_dist import kernels
 from dte_dist.codec.head import FrameHead
 
 __all__ = ["History", "Places"]
@@ -128,5 +129,5 @@ def _key(head: FrameHead) -> tuple[int, int, int]:
 
 def _cut(positions: Tensor, low: int, high: int) -> Tensor:
     """Return the positions in [low, high)."""
-    begin, end = torch.searchsorted(positions, torch.tensor([low, high], dtype=torch.int32, device=positions.device)).tolist()
+    begin, end = kernels.on(positions.device).borders(positions, [low, high])
     return positions[begin:end]

@@ -84,7 +84,7 @@ def refuse_difference(expected: Slots, got: Slots, *, what: str) -> None:
     for fault, names in (("missing", expected.keys() - got.keys()), ("not expected", got.keys() - expected.keys())):
         if names:
             shown = ", ".join(map(repr, sorted(names)[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            fix = "give the same names on both sides" if got else "an iterator gives its tensors once: make a new one for each call"
+            fix = "give the same names on both sides; an iterator that was used before gives none"
             raise LayoutMismatch(f"{what}: {fault} are {shown}", slot=min(names), fix=fix)
     for name, (shape, dtype) in expected.items():
         if got[name][0] != shape:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors, starts_of
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
@@ -200,8 +201,8 @@ def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[
     for changed in itertools.chain.from_iterable(known.advance(live, width, [(0, int(space.starts[-1]))])):
         first, end, positions = changed.first, changed.first + changed.length, changed.listed()
         low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, end))
-        edges = torch.from_numpy((space.starts[low : high + 1] - first).clip(0, changed.length).astype(np.int32)).to(positions.device)
-        bounds = torch.searchsorted(positions, edges).tolist()
+        edges = (space.starts[low : high + 1] - first).clip(0, changed.length).tolist()
+        bounds = kernels.on(positions.device).borders(positions, edges)
         for index in np.flatnonzero(np.diff(bounds)).tolist():
             here = slice(bounds[index], bounds[index + 1])
             moved = positions[here].to(torch.int64) + (first - int(space.starts[low + index]))

@@ -74,6 +74,6 @@ def _is_locked(lock: int) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # not on this file system
-        pass
+    except OSError:  # a file system without locks: as without a file, there are no turns
+        return True
     return True

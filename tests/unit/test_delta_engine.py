@@ -331,3 +331,15 @@ def test_a_transport_that_returns_something_else() -> None:
     pair.transport.receive = lambda version, *, sender, timeout: payload  # type: ignore[method-assign]
     with pytest.raises(FrameError, match="something else"):
         pair.pull(2)
+
+
+def test_an_iterator_that_was_used_up_is_told_from_other_names() -> None:
+    engine = DeltaEngine(LoopbackTransport())
+    model, copy = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    targets = copy.named_parameters()
+    engine.push(model.named_parameters(), 1)
+    engine.pull(targets, 1)
+    engine.push(model.named_parameters(), 2)
+    with pytest.raises(LayoutMismatch, match="an iterator that was used before gives none"):
+        engine.pull(targets, 2)
+    engine.pull(copy.named_parameters(), 2)
