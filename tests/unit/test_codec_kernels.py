@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import ModuleType
 
 import numpy as np
@@ -340,3 +342,34 @@ def test_distances_are_those_of_equal_arrays() -> None:
 def test_codecs_on() -> None:
     assert codecs_on("cpu") is cpu_codecs
     assert codecs_on(torch.device("cuda", 1)) is torch_codecs
+
+
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+import torch
+from dte_dist.kernels import cpu_codecs
+
+libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+memory = mmap.mmap(-1, 2 * page)
+array = np.frombuffer(memory, np.uint8)
+assert libc.mprotect(ctypes.c_void_p(array.ctypes.data + page), page, 0) == 0
+for distances in ([2] * 64, [3] * 64, [1] * 10 + [3] * 63 + [5, 2], [5] * 32 + [2]):
+    classes = cpu_codecs.measure(torch.tensor(distances, dtype=torch.int32))
+    plan = cpu_codecs.choose_planes(classes, 2)._replace(shift=0, spread=0)
+    high = [abs(d) - 1 for d in distances if abs(d) > 1]
+    unary = sum(h.bit_length() for h in high)
+    words = lambda bits: 8 * -(-bits // 64)
+    size = 2 * words(len(distances)) + words(unary) + words(unary - len(high))
+    plan = plan._replace(far=len(high), unary=unary, size=size)
+    stream = cpu_codecs.encode_planes(classes, 2, plan)
+    array[page - size : page] = stream.numpy()
+    decoded, sound = cpu_codecs.decode_planes(torch.from_numpy(array[page - size : page]), len(distances), torch.int16, plan)
+    assert sound and decoded.tolist() == distances
+"""
+
+
+def test_nothing_is_read_behind_a_stream() -> None:
+    """A stream that ends where memory does, its last part of no bits beginning there; a read behind it ends the process."""
+    ended = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr or ended.returncode

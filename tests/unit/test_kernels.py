@@ -380,6 +380,14 @@ def test_checksum_needs_words(kernel: ModuleType) -> None:
         kernel.checksum(torch.zeros(12, dtype=torch.uint8), 1)
 
 
+@pytest.mark.parametrize("kernel", [cpu, torch_ops], ids=["cpu", "torch_ops"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_borders(kernel: ModuleType, dtype: torch.dtype) -> None:
+    positions = torch.tensor([0, 1, 4, 9], dtype=dtype)
+    assert kernel.borders(positions, [0, 1, 2, 4, 5, 9, 10, 100]) == [0, 1, 2, 2, 3, 3, 4, 4]
+    assert kernel.borders(positions[:0], [0, 7]) == [0, 0]
+
+
 def test_tables_take_columns_of_int64_only() -> None:
     with pytest.raises(ValueError, match="int64"):
         addresses_of(np.zeros(3, np.int32))
