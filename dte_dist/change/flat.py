@@ -54,6 +54,7 @@ class FlatTensors:
         table: where they lie, for the loops over CPU memory.
         dtypes: of each tensor as it is read, where some are cast; None if the bits are read as they lie.
         cast: bool[len(tensors)], whether torch must cast a tensor first; the loops themselves round fp32 to bf16.
+        writes: int64[len(tensors)], how often a kernel wrote to each and moved its version counter by 1.
 
     Example:
         >>> flat = FlatTensors([torch.zeros(2, 3), torch.ones(4)], 4)
@@ -61,7 +62,7 @@ class FlatTensors:
         ([0, 6, 10], [[0, 1], [4, 0], [6, 2]])
     """
 
-    __slots__ = ("_own", "cast", "device", "dtypes", "starts", "table", "tensors", "width")
+    __slots__ = ("_own", "cast", "device", "dtypes", "starts", "table", "tensors", "width", "writes")
 
     def __init__(self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: LocalTensors | None = None) -> None:
         self.tensors = tuple(tensors)
@@ -73,6 +74,7 @@ class FlatTensors:
         self.table = Table(self.tensors, self.starts, known.addresses, known.contiguous)
         self.dtypes: tuple[torch.dtype, ...] | None = None
         self.cast = np.zeros(len(self.tensors), np.bool_)
+        self.writes = np.zeros(len(self.tensors), np.int64)
 
     @classmethod
     def part(cls, local: LocalTensors, entries: np.ndarray, width: int, starts: np.ndarray) -> FlatTensors:

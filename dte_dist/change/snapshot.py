@@ -152,17 +152,26 @@ class Snapshot:
         if width not in self._rooms:
             most = min(len(self.bits[width]), _RANGE * self._segment)
             self._rooms[width] = _Room.of(min(len(self.bits[width]), _WAVE + most), width, self.device)
+        # `torn` is True from before the first bit of a wave is taken over until all of the wave is noted, so that whatever
+        # breaks off in between (an interrupt at any line, too) leaves a snapshot that is known to be of no version.
         wave, filled, torn = list[Changed](), 0, self.torn
+        halfway = False
         try:
             for first, length in self._ranges(spans):
-                wave.append(self._take_over(live, width, (first, length), self._rooms[width].after(filled), detector))
-                self.torn = torn
+                named = self._named(live, width, (first, length), detector) if detector is not None else None
+                halfway = self.torn = True
+                wave.append(self._take_over(live, width, (first, length), self._rooms[width].after(filled), named))
+                halfway = False
                 filled, self._at_once = filled + len(wave[-1]), _RANGE if _SPARSE * len(wave[-1]) < length else 1
                 if filled >= _WAVE:
-                    done, wave, filled = wave, [], 0
-                    yield self._noted(width, done)
+                    done = self._noted(width, wave)
+                    wave, filled = [], 0
+                    self.torn = torn
+                    yield done
         finally:  # also of what was found before a detector failed
             last = self._noted(width, wave)
+            if not halfway:
+                self.torn = torn
         if last:
             yield last
 
@@ -175,42 +184,41 @@ class Snapshot:
                 yield first, size
                 first += size
 
-    def _take_over(self, live: LiveSpace, width: int, where: tuple[int, int], room: _Room, detector: Detector | None) -> Changed:
-        """Find what differs in a range and take it over; it has to be noted."""
+    def _take_over(self, live: LiveSpace, width: int, where: tuple[int, int], room: _Room, named: Tensor | None) -> Changed:
+        """Take over what differs in a range, or what stands at the positions that a detector named; it has to be noted."""
         first, length = where
         known = self.bits[width][first : first + length]
-        if detector is None:
-            self.torn = True
+        if named is None:
             count = self._kernels.advance(live.flat, first, first + length, known, room.positions, room.old, room.new)
             return room.changed(first, length, count)
         bits = torch.empty_like(known)
         self._kernels.read(live.flat, first, bits)
-        positions = self._named(bits, known, detector)
-        self.torn = True
-        room.positions[: len(positions)] = positions
-        changed = room.changed(first, length, len(positions))
-        changed.old.copy_(self._kernels.gather(known, positions))
-        changed.new.copy_(self._kernels.gather(bits, positions))
-        self._kernels.put(known, positions, changed.new)
+        room.positions[: len(named)] = named
+        changed = room.changed(first, length, len(named))
+        changed.old.copy_(self._kernels.gather(known, named))
+        changed.new.copy_(self._kernels.gather(bits, named))
+        self._kernels.put(known, named, changed.new)
         return changed
 
-    def _named(self, bits: Tensor, known: Tensor, detector: Detector) -> Tensor:
-        """Return the positions that a caller's detector names."""
-        positions = detector(bits.clone(), known.clone())
+    def _named(self, live: LiveSpace, width: int, where: tuple[int, int], detector: Detector) -> Tensor:
+        """Return the positions that a caller's detector names in a range; it gets copies."""
+        first, length = where
+        known = self.bits[width][first : first + length].clone()
+        bits = torch.empty_like(known)
+        self._kernels.read(live.flat, first, bits)
+        positions = detector(bits, known)
         if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"a detector returns int32 or int64 positions in one dimension, got {positions.dtype}{list(positions.shape)}")
         positions = positions.to(known.device).contiguous()
-        if not self._kernels.sorted_below(positions, len(known)):
-            raise ValueError(f"a detector returns ascending positions within [0, {len(known)})")
+        if not self._kernels.sorted_below(positions, length):
+            raise ValueError(f"a detector returns ascending positions within [0, {length})")
         return positions
 
     def _noted(self, width: int, wave: list[Changed]) -> list[Changed]:
-        """Note what the ranges of a wave held before; return what changed in them."""
-        torn, self.torn = self.torn, True
+        """Note what the ranges of a wave held before; return what changed in them. To note it twice is to put it back twice."""
         wave = [changed for changed in wave if len(changed)]
         few = all(_is_few(changed, width) for changed in wave)
         self._before += self._few_before(width, wave) if few else [self._one_before(width, changed) for changed in wave]
-        self.torn = torn
         return wave
 
     def _few_before(self, width: int, wave: list[Changed]) -> Iterator[_Before]:
@@ -238,8 +246,9 @@ class Snapshot:
         self._before.clear()
 
     def undo(self) -> None:
-        """Put back what was known before the last `settle`."""
-        torn, self.torn = self.torn, True
+        """Put back what was known before the last `settle`; if it breaks off, it can be done again."""
+        torn = self.torn
+        self.torn = True
         for before in self._before:
             known = self.bits[before.width][before.first :]
             if before.positions is None:

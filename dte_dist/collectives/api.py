@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
+from dte_dist.collectives.exclusive import exclusive
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, Wishes, group_ranks
 from dte_dist.collectives.registry import find_or_open, is_in_use
 from dte_dist.collectives.routes import RouteOption
@@ -198,13 +199,9 @@ def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_o
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
     call = _Call(module, pg, options, wishes, error, into)
-    running.join(module, into)
-    with torch.inference_mode(False), torch.no_grad():  # what a channel keeps must outlive a caller's inference_mode
-        if not async_op:
-            return call.run()
-        work = call.start()
-    running.note(work.done, module, into)
-    return work
+    with exclusive(module, into), torch.inference_mode(False), torch.no_grad():  # a channel outlives a caller's inference_mode
+        running.join(module, into)
+        return call.start() if async_op else call.run()
 
 
 def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Options:
@@ -239,19 +236,17 @@ class _Call:
         """Sync; where another rank had closed the channel, open a new one with it first."""
         while True:
             channel = self._channel()
-            prepared = self._prepare(channel)
             try:
-                return channel.run(prepared)
+                return channel.run(self._prepare(channel))
             except Abandoned:
                 _log.info("another rank closed the channel: opening a new one")
+            except BaseException as error:
+                channel.abort(error)
+                raise
 
     def start(self) -> DeltaWork:
         """Prepare here, so that the bits to send are safe, and run the rest in the background."""
         channel = self._channel()
-        streams = aside(channel.devices)
-        with on(streams):
-            prepared = self._prepare(channel)
-        hold_back(streams)
 
         def finish() -> SyncReport:
             try:
@@ -259,7 +254,19 @@ class _Call:
             except Abandoned as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
                 raise PeerLost("another rank had closed the channel", fix="call again; a new channel opens") from abandoned
 
-        return DeltaWork(finish, streams)
+        streams = aside(channel.devices)
+        work = DeltaWork(finish, streams)
+        try:
+            with on(streams):
+                prepared = self._prepare(channel)
+            hold_back(streams)
+            running.note(work, self.module, self.into)  # before it starts: the next call is to wait for it in any case
+            work.start()
+        except BaseException as error:
+            if work.ended(0):  # it never began
+                channel.abort(error)
+            raise
+        return work
 
     def _channel(self) -> Channel:
         return find_or_open(self.module, self.group, self.into, self.options, self.error)

@@ -19,7 +19,7 @@ from dte_dist.collectives.options import Options, Wishes
 from dte_dist.collectives.routes import Chosen
 from dte_dist.collectives.sync import Parts, Prepared, Sync
 from dte_dist.engine.chain import NONE
-from dte_dist.engine.control import REASONS, ControlRow
+from dte_dist.engine.control import ASKED, REASONS, ControlRow
 from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport
@@ -48,12 +48,15 @@ class Channel:
     Attributes:
         rank: in the group.
         broken: why it can no longer be used; None while it can.
+        in_step: False from the beginning of a sync until it ended on all ranks alike. Where an interrupt left it False, this rank no
+            longer knows what the others wait for, and the channel is broken by `abort`.
     """
 
     def __init__(self, options: Options, parts: Parts, board: LossBoard, wires: Sequence[Wire], devices: Collection[torch.device]) -> None:
         self.options, self.parts, self.devices = options, parts, devices
         self.rank = parts.control.rank
         self.broken: str | None = None
+        self.in_step = True
         self._pid = os.getpid()
         self._board, self._wires = board, wires
 
@@ -78,11 +81,15 @@ class Channel:
             begin: when it began, `time.perf_counter`.
             check: raises if the arguments of the call make no sense.
         """
+        self.in_step = False
         phases = Phases()
         source, receiver = self.parts.source, self.parts.receiver
-        reason, error = self._full_reason(wishes.mode), None
+        reason, error = 0, None
         chosen: Chosen = "broadcast", ""
         try:
+            if source is not None:
+                source.rollback()  # of what an interrupt may have left; it may cost the version
+            reason = self._full_reason(wishes.mode)
             check()
             chosen = self.parts.routes.choose(wishes.route)
             route = self.parts.routes[chosen[0]]
@@ -90,6 +97,8 @@ class Channel:
                 version, chooser = wishes.version or source.chain.version + 1, wishes.chooser(self.parts.speed.bytes_per_second)
                 source.prepare(version, bool(reason), phases, wishes.detector, route.lanes, chooser=chooser)
             if receiver is not None:
+                if source is None and wishes.mode == "full":
+                    receiver.chain.distrust(ASKED)
                 receiver.begin(route.remaps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
@@ -111,6 +120,7 @@ class Channel:
         except Agreed as agreed:
             if isinstance(agreed.error, PeerLost):  # of something else; but whoever gets one takes the channel for broken
                 raise self._break(agreed.error) from agreed.error
+            self.in_step = True
             raise agreed.error from agreed.error.__cause__
         except PeerLost as error:
             if not sync.begun and self._board.left():
@@ -125,8 +135,14 @@ class Channel:
             raise
         finally:
             self._forget()
+        self.in_step = True
         _log.info("%s", report)
         return report
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Break the channel if a sync on this rank was left halfway, so that the others do not wait for it."""
+        if not self.in_step and self.broken is None:
+            self._break(error or RuntimeError("an earlier call was interrupted"))
 
     def _full_reason(self, mode: str) -> int:
         """Return why this source prepares a full sync, as a number of `REASONS`; 0 for a delta."""
@@ -147,7 +163,7 @@ class Channel:
             receiver_version=receiver.chain.version if receiver else NONE, receiver_stream=receiver.chain.stream if receiver else 0,
             newest=max(state.chain.newest for state in (source, receiver) if state is not None),
             broken_off=int(source is not None and source.chain.broken_off),
-            disturbed=int(receiver is not None and receiver.disturbed),
+            seed_reason=receiver.chain.seed_reason if receiver is not None and receiver.chain.version == NONE else 0,
             wanted=version if error is None and version is not None else NONE, full=int(reason > 0), reason=reason,
             proposal=secrets.randbits(62) + 1, changed=source.changed if source else 0,
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """What outlasts a channel, so that receivers at the right version go on without a seed.
 
 A source's chain and snapshot wait under its module for the next channel, once the channel broke. A receiver's chain says what the
-copy holds, which is a fact about its memory: all channels that write to one copy share it, open or broken. Both count only for the
-pieces that they are of, and go when the module goes.
+copy holds, which is a fact about its memory: all channels that write to the same tensors of a module share it, open or broken. Channels
+that write to other tensors of the module (`select=`) have chains of their own. Where two of them have some tensors in common, a sync of
+one takes the version of the other. All of it goes when the module goes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dte_dist.change.snapshot import Snapshot
-from dte_dist.engine.chain import NONE, Chain
+from dte_dist.engine.chain import Chain
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.space import FlatSpace
 
-__all__ = ["drop_source", "forget_copy", "keep_source", "share_copy", "take_up_source"]
+__all__ = ["chains_of", "drop_source", "forget_copy", "keep_source", "share_copy", "take_up_source"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,21 +38,22 @@ class _Source:
     covers: bytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """Where the live copy in one module stands; all channels that write to it share this.
+    """Where some tensors of a module stand as a receiver's copy.
 
     Attributes:
-        chain: of the receivers.
-        covers: digest of the pieces that were received when the chain was last moved.
+        chain: of the receivers that hold these pieces.
+        names: of the tensors.
     """
 
     chain: Chain
-    covers: bytes
+    names: frozenset[str]
 
 
 _sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
-_copies: weakref.WeakKeyDictionary[Any, _Copy] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[Any, dict[bytes, _Copy]] = weakref.WeakKeyDictionary()
+"""By module, then by digest of the pieces that are received."""
 
 
 def keep_source(module: Any, state: SourceState, model: ModelMap) -> None:
@@ -72,18 +74,27 @@ def drop_source(module: Any) -> None:
 
 
 def share_copy(target: Any, state: ReceiverState, model: ModelMap, spaces: Mapping[int, FlatSpace]) -> None:
-    """Let a new receiver share the chain of the copy in `target`, of which it holds `spaces`."""
-    covers = _digest(model, spaces)
-    copy = _copies.setdefault(target, _Copy(state.chain, covers))
-    if copy.covers != covers:  # some of it may never have been received
-        copy.chain.version, copy.covers = NONE, covers
+    """Let a new receiver share the chain of the tensors in `target` of which it holds `spaces`."""
+    names = frozenset(model.slots[slot].name for space in spaces.values() for slot in space.pieces.slot.tolist())
+    copies = _copies.setdefault(target, {})
+    copy = copies.setdefault(_digest(model, spaces), _Copy(state.chain, names))
     state.chain = copy.chain
+    rivals = [other for other in copies.values() if other is not copy and other.names & copy.names]
+    copy.chain.rivals = [other.chain for other in rivals]
+    for other in rivals:
+        if copy.chain not in other.chain.rivals:
+            other.chain.rivals.append(copy.chain)
+
+
+def chains_of(target: Any) -> list[Chain]:
+    """Return the chains of all copies in a module."""
+    return [copy.chain for copy in _copies.get(target, {}).values()]
 
 
 def forget_copy(target: Any) -> None:
-    """Let the copy in `target`, if there is one, stand where one stands that never received anything."""
-    if target in _copies:
-        _copies[target].chain.forget()
+    """Let all copies in `target` stand where those stand that never received anything."""
+    for chain in chains_of(target):
+        chain.forget()
 
 
 def _digest(model: ModelMap, spaces: Mapping[int, FlatSpace]) -> bytes:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dte_dist.collectives import kept, running
 from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.exclusive import exclusive
 from dte_dist.collectives.opening import Model, open_channel
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.work import THREAD_NAME
@@ -47,6 +48,7 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
         mine = _channels[module] = {}
         weakref.finalize(module, _close_all, mine).atexit = False
     for other, channel in list(mine.items()):
+        channel.abort()
         if channel.broken is not None or _is_gone(other):
             if (source := channel.parts.source) is not None:  # a receiver's chain stays with its copy anyway
                 kept.keep_source(module, source, channel.parts.agreement.model)
@@ -61,8 +63,8 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
 def _no_collection() -> Iterator[None]:
     """Let the garbage collector rest: opening makes many objects that stay, and it would walk all of a large process for them."""
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:
@@ -116,12 +118,13 @@ def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
     Example:
         >>> dte_dist.close(module, group)
     """
-    running.join(module)
-    kept.drop_source(module)
-    channel = _channels.get(module, {}).pop(dist.group.WORLD if group is None else group, None)
-    if channel is not None:
-        channel.close()
-        if channel.parts.receiver is not None:
-            channel.parts.receiver.chain.forget()
-    else:
-        kept.forget_copy(module)
+    with exclusive(module):
+        running.join(module)
+        kept.drop_source(module)
+        channel = _channels.get(module, {}).pop(dist.group.WORLD if group is None else group, None)
+        if channel is not None:
+            channel.close()
+            if channel.parts.receiver is not None:
+                channel.parts.receiver.chain.forget()
+        else:
+            kept.forget_copy(module)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,26 +13,39 @@ from dte_dist.layout import Layout
 
 __all__ = ["finish", "join", "note"]
 
-_running: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDictionary()
+_LOOK: float = 0.5
+"""Seconds after which it is looked at whether the thread of a sync lives at all."""
 
 
-def note(done: threading.Event, *modules: Any) -> None:
-    """Remember a sync that uses these modules and has ended once `done` is set; what is no module is left out."""
+class Background(Protocol):
+    """What a sync in the background says of itself."""
+
+    def ended(self, timeout: float | None = None) -> bool:
+        """Return whether it has ended, or never began, waiting at most so many seconds."""
+
+
+_running: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
+
+
+def note(work: Background, *modules: Any) -> None:
+    """Remember a sync that uses these modules, before its thread starts; what is no module is left out."""
     for module in _models(modules):
-        _running[module] = done
+        _running[module] = work
 
 
 def join(*modules: Any) -> None:
     """Wait for the syncs in the background that use these modules; how they went is for whoever waits on their work."""
     for module in _models(modules):
-        if (done := _running.pop(module, None)) is not None:
-            done.wait()
+        if (work := _running.get(module)) is not None:
+            while not work.ended(_LOOK):
+                pass
+            _running.pop(module, None)
 
 
 def finish(seconds: float) -> bool:
     """Wait so long for all syncs in the background; return whether they have ended."""
     deadline = time.monotonic() + seconds
-    return all(done.wait(max(0.0, deadline - time.monotonic())) for done in list(_running.values()))
+    return all(work.ended(max(0.0, deadline - time.monotonic())) for work in list(_running.values()))
 
 
 def _models(things: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,8 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 2. o Control: one row per rank, with the sizes of its frames, and the frames themselves if they are small (`collectives.letters`).
      All ranks take the same decision (`engine.control.decide`), or raise the same error.
 3. o Delta: frames go from the sources on their route to the receivers that follow, and are staged there.
-4. o Vote: has every rank everything, and is it sound? If not, all raise, and nothing has moved.
+4. o Vote: has every rank everything, and is it sound? If not, all raise, and nothing has moved. A receiver whose copy somebody
+     wrote to meanwhile says so: it is seeded instead, in phase 6.
 5.   Apply and commit: receivers write what is staged, sources move their snapshot.
 6. o Seed, if a receiver has no version (the first sync, a dirty or a new receiver): the snapshot itself, straight into place.
 7. o Acknowledge: a receiver that failed while writing is known to all, marked dirty, and is seeded by the next sync.
@@ -37,7 +38,7 @@ from dte_dist.report import Phases, SyncReport
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.speed import LinkSpeed
-from dte_dist.transport.together import agreed, error_of, raise_if_any, raise_together
+from dte_dist.transport.together import agreed, error_of, or_error, raise_if_any, raise_together
 
 __all__ = ["INLINE", "Parts", "Prepared", "Sync"]
 
@@ -118,7 +119,8 @@ class Sync:
         error: Exception | None = None
         if decision.followers:
             self._stream_delta(decision, sizes)
-            self._vote()
+            decision = self._vote(decision)
+        if decision.followers:
             error = self._apply(decision)
         elif self._source is not None:
             error = error_of(self._source.detach)
@@ -192,9 +194,16 @@ class Sync:
                 load.add(source, rank, sum(row))
         return load
 
-    def _vote(self) -> None:
-        """Phase 4."""
-        self._raise_if_any(self._receiver.error if self._receiver is not None else None)
+    def _vote(self, decision: Decision) -> Decision:
+        """Phase 4; return what is left to do."""
+        error: Exception | None = None
+        written: bool | None = False
+        if self._receiver is not None:
+            error = self._receiver.error
+            if error is None and self._is_in(decision.followers):
+                written, error = or_error(self._receiver.is_written)
+        votes = self._raise_if_any(error, int(bool(written)))
+        return decision.without([self._parts.control.members[place] for place in np.flatnonzero(votes).tolist()])
 
     def _apply(self, decision: Decision) -> Exception | None:
         """Phase 5; return what went wrong while writing."""
@@ -233,8 +242,10 @@ class Sync:
         seeded = self._receiver if self._is_in(decision.seeded) else None
         for part in (self._source, seeded):
             error = error or (part.error if part is not None else None)
+        if seeded is not None and error is None:
+            error = error_of(seeded.check_own)
         speed = self._parts.speed
-        speed.hear(self._raise_if_any(_as_apply_failed(error), int(speed.bytes_per_second or 0)))
+        speed.hear(int(self._raise_if_any(_as_apply_failed(error), int(speed.bytes_per_second or 0)).max()))
         with self._phases("commit"):
             if seeded is not None:
                 seeded.commit(decision.version, decision.onward, full=True)
@@ -249,10 +260,11 @@ class Sync:
         with self._phases("wait"):
             return self._parts.control.rows(row)
 
-    def _raise_if_any(self, error: Exception | None, said: int = 0) -> int:
-        """Raise the same error on every rank if any rank has one; return the largest number that a rank says."""
+    def _raise_if_any(self, error: Exception | None, said: int) -> np.ndarray:
+        """Raise the same error on every rank if any rank has one; return the number that each rank says, int64[ranks]."""
         with self._phases("wait"):
-            return int(raise_if_any(self._parts.control, error, [said]).max())
+            said_by_all: np.ndarray = raise_if_any(self._parts.control, error, [said])[:, 0]
+            return said_by_all
 
     def _is_in(self, ranks: Sequence[int]) -> bool:
         return self._parts.control.rank in ranks

@@ -25,11 +25,8 @@ class DeltaWork(dist.Work):
     weights change at some moment before `wait` returns; then they may be used on any stream.
 
     Args:
-        run: the sync.
+        run: the sync, which `start` begins.
         streams: to run it on, see `collectives.streams`; none on the CPU.
-
-    Attributes:
-        done: set once the sync has ended, well or not.
 
     Example:
         >>> work = delta_broadcast(module, group, async_op=True)
@@ -41,8 +38,16 @@ class DeltaWork(dist.Work):
         super().__init__()
         self._report: SyncReport | None = None
         self._error: BaseException | None = None
-        self.done = threading.Event()
-        threading.Thread(target=self._run, args=(run, streams), name=THREAD_NAME, daemon=True).start()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(run, streams), name=THREAD_NAME, daemon=True)
+
+    def start(self) -> None:
+        """Begin, in a thread of its own; once only. An interrupt may leave it unclear whether it began: `ended` tells."""
+        self._thread.start()
+
+    def ended(self, timeout: float | None = None) -> bool:
+        """Return whether the sync has ended, well or not, or was never begun; wait for it at most so many seconds."""
+        return self._done.wait(timeout) or not (self._thread.is_alive() or self._done.is_set())
 
     def _run(self, run: Callable[[], SyncReport], streams: Streams) -> None:
         try:
@@ -54,15 +59,15 @@ class DeltaWork(dist.Work):
         except BaseException as error:  # wait() raises it in the caller's thread
             self._error = error
         finally:
-            self.done.set()
+            self._done.set()
 
     def is_completed(self) -> bool:
         """Return whether the sync has ended, well or not."""
-        return self.done.is_set()
+        return self._done.is_set()
 
     def is_success(self) -> bool:
         """Return whether the sync has ended well."""
-        return self.done.is_set() and self._error is None
+        return self._done.is_set() and self._error is None
 
     def exception(self) -> Any:
         """Return the error that ended the sync, None if there is none (yet)."""
@@ -79,7 +84,7 @@ class DeltaWork(dist.Work):
             DeltaError: the sync failed; the same on every rank.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self.done.wait(seconds):
+        if not self._done.wait(seconds):
             raise TimeoutError(f"the sync has not ended after {seconds} s; it goes on, wait again")
         if self._error is not None:
             raise self._error

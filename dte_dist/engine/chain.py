@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Final
 
+from dte_dist.change.fingerprint import Fingerprint
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.codec import FrameHead
 from dte_dist.plan.schedule import Chunk
@@ -15,7 +16,7 @@ NONE: Final = -1
 """A version that is not there, in memory and on the wire."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Chain:
     """Where a rank stands: which version of which lineage it holds.
 
@@ -24,7 +25,9 @@ class Chain:
         stream: random number of the lineage.
         deltas: how many deltas since the last full sync.
         newest: the highest version ever held; numbers never go back, even where a version was lost.
-        marks: on a receiver, address and version counter of each tensor as the last commit left them.
+        fingerprint: on a receiver, of the live copy as the last commit left it.
+        seed_reason: on a receiver without a version, why it has none, as a number of `control.SEED_REASONS`.
+        rivals: on a receiver, chains of other channels that write to some of the same tensors.
         broken_off: a sync broke off, so that receivers may hold a version of this lineage that this source never came to.
     """
 
@@ -33,14 +36,27 @@ class Chain:
     deltas: int = 0
     newest: int = NONE
     broken_off: bool = False
-    marks: tuple[Any, ...] | None = None
+    fingerprint: Fingerprint | None = None
+    seed_reason: int = 0
+    rivals: list[Chain] = field(default_factory=list, repr=False)
 
     def move(self, version: int, stream: int, *, full: bool) -> None:
-        """Move to a version that has been committed."""
-        self.version, self.stream = version, stream
-        self.deltas = 0 if full else self.deltas + 1
+        """Move to a version that has been committed.
+
+        The version comes last: an interrupt before it leaves a rank that was without a version as it was.
+        """
+        self.version = NONE
         self.newest = max(self.newest, version)
+        self.deltas = 0 if full else self.deltas + 1
         self.broken_off = False
+        self.seed_reason = 0
+        self.stream = stream
+        self.version = version
+
+    def distrust(self, seed_reason: int) -> None:
+        """Give up a receiver's version, for a reason that the report will give; it is seeded by the next sync."""
+        self.seed_reason = seed_reason if self.version != NONE or not self.seed_reason else self.seed_reason
+        self.version = NONE
 
     def put_back(self, snapshot: Snapshot | None) -> None:
         """Undo what a source's snapshot took over and did not settle; without a version if it cannot be what it was."""
@@ -54,7 +70,8 @@ class Chain:
 
     def forget(self) -> None:
         """Stand where a rank stands that never held anything."""
-        self.version, self.stream, self.deltas, self.newest, self.broken_off = NONE, 0, 0, NONE, False
+        self.version = NONE  # first: whatever else is not forgotten does not count then
+        self.stream, self.deltas, self.newest, self.broken_off, self.seed_reason = 0, 0, NONE, False, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ reaches everyone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,9 @@ import numpy as np
 from dte_dist.engine.chain import NONE
 from dte_dist.errors import VersionError, VersionReplay
 
-__all__ = ["REASONS", "ControlRow", "Decision", "decide"]
+__all__ = [
+    "ASKED", "DIFFERENT", "INVALIDATED", "OTHER_CHANNEL", "REASONS", "SEED_REASONS", "WRITTEN", "ControlRow", "Decision", "decide",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class ControlRow:
         receiver_stream: lineage that the copy follows.
         newest: highest version this rank ever held, dirty since or not.
         broken_off: 1 on a source whose last sync broke off, see `Chain`.
-        disturbed: 1 if somebody else wrote to the receiver's copy since its last version.
+        seed_reason: why a receiver gave up its version, a number of `SEED_REASONS`; 0 if there is nothing to say.
         wanted: version that the caller asked for, or NONE.
         full: 1 if the source has prepared a full sync.
         reason: why it is full, a number of `REASONS`.
@@ -50,7 +52,7 @@ class ControlRow:
     receiver_stream: int = 0
     newest: int = NONE
     broken_off: int = 0
-    disturbed: int = 0
+    seed_reason: int = 0
     wanted: int = NONE
     full: int = 0
     reason: int = 0
@@ -77,6 +79,13 @@ class ControlRow:
 REASONS: Final = ("", "first sync", "mode", "anchor", "no version since a sync broke off")
 """Why a source prepares a full sync."""
 
+WRITTEN, OTHER_CHANNEL, INVALIDATED, ASKED, DIFFERENT = range(1, 6)
+SEED_REASONS: Final = (
+    "", "its weights were written to by others", "another channel wrote to its weights", "dte_dist.invalidate was called for it",
+    'it asked for mode="full"', "a verification found other bits",
+)  # fmt: skip
+"""Why a receiver gave up its version."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -99,6 +108,16 @@ class Decision:
     followers: tuple[int, ...]
     seeded: tuple[int, ...]
     reason: str
+
+    def without(self, written: Sequence[int]) -> Decision:
+        """Return what all do if somebody wrote to the copies of some followers meanwhile: these are seeded in this sync."""
+        gone = [rank for rank in self.followers if rank in written]
+        if not gone:
+            return self
+        said = [f"rank {rank} seeded: {SEED_REASONS[WRITTEN]}" for rank in gone]
+        followers = tuple(rank for rank in self.followers if rank not in written)
+        reason = "; ".join([self.reason, *said] if self.reason else said)
+        return replace(self, followers=followers, seeded=tuple(sorted([*self.seeded, *gone])), reason=reason)
 
     @property
     def is_full(self) -> bool:
@@ -162,8 +181,8 @@ def _reason(rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequen
 
 
 def _why(row: ControlRow, base: int, stream: int) -> str:
-    if row.disturbed:
-        return "its weights were written to by others"
+    if row.seed_reason:
+        return SEED_REASONS[row.seed_reason]
     if row.receiver_version == NONE:
         return "it had no version"
     if row.receiver_stream != stream:

@@ -1,9 +1,11 @@
 """A receiver's side of the version chain: frames are checked, translated and staged, then applied all or not at all.
 
 1. `begin` finds the live tensors of this sync. If somebody else wrote to them since the last commit, they have no version.
+   `is_written` looks again, before the vote: what is staged was made for the bits that were there at `begin`.
 2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed).
    The first error is kept in `error` and the rest of the sync is only drained, so that the ranks stay in step.
 3. `apply`, after the vote, writes what is staged. A receiver that fails inside it is dirty: it has no version until it is seeded.
+   `check_own` raises if anybody else wrote meanwhile, here and at the end of a seed.
 4. `commit` moves to the new version; `rollback` forgets what is staged.
 
 Where frames ask for it, the positions of the last delta stay known (`codec.history`), for the next one to count on.
@@ -13,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
+from dte_dist.change.fingerprint import Fingerprint, foreign_writes
 from dte_dist.change.flat import FlatTensors
 from dte_dist.codec import FrameHead, History, Segment, read_frame
 from dte_dist.engine.chain import NONE, Chain
-from dte_dist.errors import FrameError
+from dte_dist.engine.control import OTHER_CHANNEL, WRITTEN
+from dte_dist.errors import DeltaError, FrameError
 from dte_dist.layout import Layout, LocalTensors
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.model_map import ModelMap
@@ -37,7 +42,6 @@ class ReceiverState:
     Attributes:
         error: the first error of this sync, or None.
         remaps: tables from the sources' own spaces.
-        disturbed: True if somebody else wrote to the live copy, or replaced it, since the last commit: it is seeded then.
         chain: version and lineage; version NONE means never seeded, being seeded, or dirty.
     """
 
@@ -56,7 +60,8 @@ class ReceiverState:
         self._history = History()
         self._targets: Mapping[int, Target] = {}
         self._local: LocalTensors | None = None
-        self.disturbed = False
+        self._begun: Fingerprint | None = None
+        self._now: Fingerprint | None = None
 
     def begin(self, remaps: Mapping[int, Mapping[int, Sequence[Remap]]] | None = None) -> None:
         """Find the live tensors, as they are at this moment; nothing is staged yet.
@@ -68,9 +73,10 @@ class ReceiverState:
         self._history.forget()
         self.error = None
         local = self._local = self._layout.read()
-        self.disturbed = self.chain.version != NONE and self.chain.marks not in (None, local.marks())
-        if self.disturbed:
-            self.chain.version = NONE
+        begun, held = Fingerprint.of(local), self.chain.fingerprint
+        if self.chain.version != NONE and (held is None or not held.same(begun)):
+            self.chain.distrust(WRITTEN)
+        self._begun, self._now = begun, None
         tables = self.remaps if remaps is None else remaps
         self._targets = {
             width: Target(FlatTensors.part(local, space.pieces.entry, width, space.starts), tables[width])
@@ -104,20 +110,70 @@ class ReceiverState:
         """Write a seed into place; it must be the whole chunk."""
         if any(segment.positions is not None for segment in segments) or sum(segment.length for segment in segments) != expected.length:
             raise FrameError("a seed is not the whole chunk", expected=f"{expected.length} elements", fix="sync again")
-        self.chain.version = NONE
+        self._begin_to_write()
         for segment in segments:
             target.place(expected.source, segment.first, segment.values)
 
+    def is_written(self) -> bool:
+        """Return whether somebody wrote to the live copy, or replaced it, since `begin`; it has no version then."""
+        if self._local is None or self._begun is None:
+            return False
+        now = Fingerprint.of(self._local, moved=True)
+        if now.same(self._begun):
+            return False
+        self.chain.distrust(WRITTEN)
+        self._staged.clear()
+        self._begun = now
+        return True
+
     def apply(self) -> None:
-        """Write what is staged into the live tensors; without a version from here to `commit`, and dirty if it fails."""
-        self.chain.version = NONE
+        """Write what is staged into the live tensors; without a version from here to `commit`, and dirty if it fails.
+
+        Raises:
+            DeltaError: as `check_own`.
+        """
+        self._begin_to_write()
         self._staged.apply(self._targets)
+        self.check_own()
+
+    def _begin_to_write(self) -> None:
+        """Give up the version, and those of other channels that hold some of the same tensors."""
+        self.chain.version = NONE
+        for rival in self.chain.rivals:
+            rival.distrust(OTHER_CHANNEL)
+
+    def check_own(self) -> None:
+        """Check that nobody but this sync wrote to the live copy since `begin`; to be called when all is written.
+
+        Raises:
+            DeltaError: somebody did; names the first tensor. What the copy holds is not known then.
+        """
+        if self._local is None or self._begun is None:
+            return
+        own = np.zeros(len(self._local.tensors), np.int64)
+        for width, target in self._targets.items():
+            own[self._spaces[width].pieces.entry] = target.flat.writes
+        self._now = Fingerprint.of(self._local, moved=True)
+        foreign = foreign_writes(self._begun, self._now, own, self._local.tensors)
+        if foreign:
+            self.chain.distrust(WRITTEN)
+            name = self._layout.manifest.entries[foreign[0]].name
+            what = "somebody else wrote to a receiver's copy, or replaced a tensor of it, while a sync wrote to it"
+            fix = "write to the weights of a receiver between syncs only, in no other thread"
+            raise DeltaError(what, slot=name, got=f"{len(foreign)} such tensors", fix=fix)
 
     def commit(self, version: int, stream: int, *, full: bool = False) -> None:
-        """Move to `version`."""
-        self.chain.move(version, stream, full=full)
+        """Move to `version`. The chain moves last: an interrupt before that leaves a receiver without a version.
+
+        Raises:
+            DeltaError: as `check_own`, if that was not asked before.
+        """
+        self.chain.version = NONE
+        if self._now is None:
+            self.check_own()
+        self.chain.fingerprint = self._now
         self._history.commit(version, stream)
-        self.chain.marks = self._local.marks() if self._local is not None else None
+        self.chain.move(version, stream, full=full)
         self.rollback()
 
     def rollback(self) -> None:
@@ -125,5 +181,5 @@ class ReceiverState:
         self._staged.clear()
         self._history.forget()
         self._targets = {}
-        self._local = None
+        self._local = self._begun = self._now = None
         self.error = None

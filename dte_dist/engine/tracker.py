@@ -130,19 +130,19 @@ class DeltaTracker:
         """
         if self._pending is None:
             raise RuntimeError("there is nothing to commit: call diff first")
-        pending, self._pending = self._pending, None
-        payload = pending.payload
+        pending, payload = self._pending, self._pending.payload
         self._chain.version = NONE  # if the copy cannot be written, everything is sent next
         if self._keep:
             with torch.inference_mode(False), torch.no_grad():
                 self._write(pending)
         self._chain.move(payload.version, payload.lineage, full=payload.full)
+        self._pending = None  # last: until then an interrupt leaves it to `rollback`, which starts a new run
 
     def rollback(self) -> None:
         """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes."""
         if self._pending is not None:
+            self._chain.broken_off = True  # first: an interrupt may come between the two
             self._pending = None
-            self._chain.broken_off = True
         self._chain.put_back(self._snapshot)
 
     def _write(self, pending: _Pending) -> None:

@@ -26,6 +26,7 @@ worked out on the host for every device (`best_low`, `choose_planes`), and what 
 | `translate(remap, first, positions, bits) -> (positions, bits)` | positions `first + p` of a source's flat space into a receiver's, dropping what it does not hold |
 | `place(remap, first, bits, flat)` | copy dense bits of a source's positions from `first` on to where `flat`, a receiver's space, holds them |
 | `fetch(remap, first, bits, array)` | the reverse: fill `bits` from a receiver's space that is one contiguous array |
+| `digest(remap, first, bits, starts, sums)` | add hashes of dense bits, mixed with their places in a receiver's pieces, to the sums of these pieces |
 
 `codecs_on(device)` returns those of the codecs, from `kernels.cpu_codecs` or `kernels.torch_codecs`; docs/protocol.md says what the
 streams are, `kernels.planes` how large they are. Distances are those of bit patterns in their order, modulo the range of their dtype:
@@ -57,7 +58,10 @@ The CPU kernels split large work over `torch.get_num_threads()` threads (`kernel
 The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits for the device, so
 a caller may collect many and ask once. Only its `advance` (to learn the count), its `borders` and its `scatter` (to learn which tensors
 are touched, and again if the positions are not ascending) wait themselves, once a call,
-and so does `translate` of `torch_remap`, which `place` and `fetch` go through. Both modules leave every version counter of autograd as an in-place op would.
+and so does `translate` of `torch_remap`, which `place` and `fetch` go through.
+
+Whatever writes to a tensor of `flat` moves its version counter by 1, as an in-place op does, and counts that in `flat.writes`: a counter
+that has moved further was moved by somebody else.
 """
 
 from __future__ import annotations
@@ -72,10 +76,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist.kernels.identity import Identity
 from dte_dist.kernels.table import Table
 from dte_dist.kernels.warming import warm
 
-__all__ = ["BITS", "Flat", "Tables", "codecs_on", "empty", "on", "remaps_on", "rounds_as_torch", "warm"]
+__all__ = ["BITS", "Flat", "Identity", "Tables", "codecs_on", "empty", "on", "remaps_on", "rounds_as_torch", "warm"]
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype that bits of one width are looked at through."""
@@ -101,6 +106,8 @@ class Flat(Protocol):
     def dtypes(self) -> Sequence[torch.dtype] | None: ...
     @property
     def cast(self) -> np.ndarray: ...
+    @property
+    def writes(self) -> np.ndarray: ...
     @property
     def device(self) -> torch.device: ...
     @property

@@ -104,6 +104,7 @@ def join(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:
 def bump(flat: Flat, indices: np.ndarray) -> None:
     """Move the version counters of tensors whose memory was written directly (inference tensors have none, and are passed over)."""
     torch.autograd.graph.increment_version([flat.tensors[index] for index in indices.tolist()])
+    flat.writes[indices] += 1
 
 
 @cache
@@ -125,6 +126,7 @@ class OneTensor:
         self.table = Table(self.tensors, self.starts, np.array([tensor.data_ptr()]), np.ones(1, np.bool_))
         self.dtypes: tuple[torch.dtype, ...] | None = None
         self.cast = np.zeros(1, np.bool_)
+        self.writes = np.zeros(1, np.int64)
         self.device = tensor.device
         self.width = tensor.element_size()
 

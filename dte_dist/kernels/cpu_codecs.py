@@ -15,6 +15,7 @@ from torch import Tensor
 from dte_dist.kernels import Flat, Tables, again_loops, codec_loops, cpu_remap, loops, remap_loops
 from dte_dist.kernels import cpu_arrays as arrays
 from dte_dist.kernels.cpu_arrays import SAMPLES, address
+from dte_dist.kernels.identity import Identity
 from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size, padded, words
 from dte_dist.kernels.threads import split
 from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
@@ -334,7 +335,7 @@ def warm_patch(widths: Iterable[int]) -> None:
     """Compile every loop that goes to where elements are, for these widths."""
     for bits in _zeros(widths):
         scatter_add(arrays.OneTensor(bits), torch.arange(3, device="cpu"), bits.clone())
-        patch(cpu_remap.Identity(), 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits[:1], arrays.OneTensor(bits), relative=False)
+        patch(Identity(1), 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits[:1], arrays.OneTensor(bits), relative=False)
 
 
 def _zeros(widths: Iterable[int]) -> list[Tensor]:

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import Flat, Tables, remap_loops
+from dte_dist.kernels import Flat, Tables, digest_loops, remap_loops
 from dte_dist.kernels import cpu_arrays as arrays
 from dte_dist.kernels.cpu_arrays import SAMPLES
+from dte_dist.kernels.identity import Identity
 from dte_dist.kernels.table import Table, addresses_of
 from dte_dist.kernels.threads import split
 
-__all__ = ["Identity", "copy", "fetch", "place", "tables_at", "translate", "warm"]
+__all__ = ["copy", "digest", "fetch", "place", "tables_at", "translate", "warm"]
 
 
 def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,6 +73,25 @@ def copy(remap: Tables, first: int, bits: Tensor, table: Table, inward: bool) ->
     return np.flatnonzero(touched)
 
 
+def digest(remap: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
+    """Add the hashes of dense bits, those of source positions from `first` on, to the digests of a receiver's pieces.
+
+    Args:
+        remap: the tables; positions that they drop are left out.
+        first: position of the first.
+        bits: one bit pattern for each.
+        starts: int64[pieces + 1], ascending: where the receiver's pieces begin.
+        sums: int64[pieces], to be added to, modulo 2^64.
+    """
+    if not (starts.dtype == sums.dtype == np.int64 and len(starts) == len(sums) + 1):
+        raise ValueError(f"expected int64 starts and sums of {len(sums)} pieces, got {starts.dtype}[{len(starts)}] and {sums.dtype}")
+    if not len(bits) or not len(sums):
+        return
+    entry = int(np.searchsorted(remap.end, first, side="right"))
+    where = (first, len(bits), arrays.address(bits), starts.ctypes.data, len(sums), sums.ctypes.data)
+    digest_loops.digest(SAMPLES[bits.dtype], bits.element_size(), tables_at(remap), entry, *where)
+
+
 _known: Final[WeakKeyDictionary[Tables, np.ndarray]] = WeakKeyDictionary()
 
 
@@ -85,23 +105,9 @@ def tables_at(remap: Tables) -> int:
 def warm(widths: Iterable[int]) -> None:
     """Compile every loop of translation for these widths by running it on one element."""
     wanted = set(widths)
-    identity = Identity()
+    identity = Identity(1)
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
         bits = torch.zeros(1, dtype=dtype, device="cpu")
         translate(identity, 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits)
         place(identity, 0, bits, arrays.OneTensor(bits.clone()))
-
-
-class Identity:
-    """Tables that leave one position where it is, to warm the loops with."""
-
-    def __init__(self) -> None:
-        zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
-        self.begin, self.end, self.shift, self.origin, self.axis, self.axes = zero, zero + 1, zero, zero, zero, zero
-        self.extent, self.stride, self.segment, self.low, self.high, self.target = none, none, zero, none, none, none
-
-    def tables(self) -> tuple[np.ndarray, ...]:
-        return (
-            self.begin, self.end, self.shift, self.origin, self.axis, self.axes, self.extent, self.stride, self.segment,
-            self.low, self.high, self.target,
-        )  # fmt: skip
+        digest(identity, 0, bits, np.array([0, 1]), np.zeros(1, np.int64))

@@ -20,7 +20,7 @@ from dte_dist.kernels.memory import BLOCK, at, column, differing, lowest, move, 
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAPES, STARTS
 
 __all__ = [
-    "advance", "check_u16", "checksum", "copy", "decode_u16", "element", "encode_u16", "find", "gather", "join", "put", "scatter",
+    "advance", "check_u16", "checksum", "copy", "decode_u16", "element", "encode_u16", "find", "gather", "join", "mix", "put", "scatter",
     "sorted_below", "to_bf16", "until",
 ]  # fmt: skip
 
@@ -363,7 +363,7 @@ def sorted_below(counter, positions, count, length):
 
 
 @part
-def _mix(bits):
+def mix(bits):
     bits = (bits ^ (bits >> _SHIFT)) * _SECOND
     bits = (bits ^ (bits >> _SHIFT)) * _THIRD
     return bits ^ (bits >> _SHIFT)
@@ -375,8 +375,8 @@ def checksum(frame, low, high, skip):
     total, place = _ZERO, np.uint64(low) * _FIRST
     for i in range(low, high):
         place += _FIRST
-        total += _mix(place + word(frame + 8 * i))
+        total += mix(place + word(frame + 8 * i))
     if low <= skip < high:  # exchanged afterwards: a condition within the loop would keep it from using vectors
         place = np.uint64(skip + 1) * _FIRST
-        total += _mix(place) - _mix(place + word(frame + 8 * skip))
+        total += mix(place) - mix(place + word(frame + 8 * skip))
     return total

@@ -21,9 +21,14 @@ from dte_dist.kernels.memory import SOME, at, column, high_product, move, stack
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 from dte_dist.kernels.vector import at_distance
 
-__all__ = ["patch", "place", "translate"]
+__all__ = [
+    "AXES", "AXIS", "BEGIN", "END", "ENTRIES", "EXTENT", "HIGH", "LOW", "ORIGIN", "SEGMENT", "SHIFT", "STRIDE", "TARGET", "patch", "place",
+    "row_start", "translate",
+]  # fmt: skip
 
-_BEGIN, _END, _SHIFT, _ORIGIN, _AXIS, _AXES, _EXTENT, _STRIDE, _SEGMENT, _LOW, _HIGH, _TARGET, _ENTRIES = range(13)
+BEGIN, END, SHIFT, ORIGIN, AXIS, AXES, EXTENT, STRIDE, SEGMENT, LOW, HIGH, TARGET, ENTRIES = range(13)
+"""Places of a remap's arrays among their addresses, and of the number of entries."""
+
 _MOST_AXES: Final = 16
 _U8, _U16, _U32, _U64, _I32, _I64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0), np.int32(0), np.int64(0)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -32,7 +37,7 @@ _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 @part
 def _lookup(remap, begin, end, coordinate):
     """Return the segment among [begin, end) that contains a coordinate, or -1."""
-    low, high = column(remap, _LOW), column(remap, _HIGH)
+    low, high = column(remap, LOW), column(remap, HIGH)
     while begin < end:
         middle = (begin + end) >> 1
         if coordinate < low[middle]:
@@ -45,12 +50,12 @@ def _lookup(remap, begin, end, coordinate):
 
 
 @part
-def _row(remap, entry, row):
+def row_start(remap, entry, row):
     """Return the receiver's position of the start of a row of an entry with axes, or -1 if the receiver has no such row."""
-    extent, stride, segment = column(remap, _EXTENT), column(remap, _STRIDE), column(remap, _SEGMENT)
-    low, target = column(remap, _LOW), column(remap, _TARGET)
-    outer, base = column(remap, _AXIS)[entry], column(remap, _SHIFT)[entry]
-    for a in range(outer + column(remap, _AXES)[entry] - 2, outer - 1, -1):
+    extent, stride, segment = column(remap, EXTENT), column(remap, STRIDE), column(remap, SEGMENT)
+    low, target = column(remap, LOW), column(remap, TARGET)
+    outer, base = column(remap, AXIS)[entry], column(remap, SHIFT)[entry]
+    for a in range(outer + column(remap, AXES)[entry] - 2, outer - 1, -1):
         coordinate = row
         if a > outer:
             row = coordinate // extent[a]
@@ -70,10 +75,10 @@ def _measure(remap, entry, parts):
     rounded up, or 0 for the outermost; extent; first coordinate held, and how many; elements per step in the receiver's block.
     Before them, the position in the receiver of coordinates that are all 0, which may be below 0.
     """
-    extent, stride, segment = column(remap, _EXTENT), column(remap, _STRIDE), column(remap, _SEGMENT)
-    low, high, target, number = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET), at(parts, _U64)
-    first, axes, home = column(remap, _AXIS)[entry], column(remap, _AXES)[entry], column(remap, _SHIFT)[entry]
-    if axes > _MOST_AXES or column(remap, _END)[entry] - column(remap, _ORIGIN)[entry] >= 1 << 32:
+    extent, stride, segment = column(remap, EXTENT), column(remap, STRIDE), column(remap, SEGMENT)
+    low, high, target, number = column(remap, LOW), column(remap, HIGH), column(remap, TARGET), at(parts, _U64)
+    first, axes, home = column(remap, AXIS)[entry], column(remap, AXES)[entry], column(remap, SHIFT)[entry]
+    if axes > _MOST_AXES or column(remap, END)[entry] - column(remap, ORIGIN)[entry] >= 1 << 32:
         return False
     for a in range(axes):
         this, here = first + axes - 1 - a, 5 * a + 1
@@ -130,16 +135,16 @@ def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept
 @part
 def _in_rows(sample, remap, entry, offset, positions, bits, count, out, kept):
     """Translate positions of an entry with any runs along its axes, row by row. Return how many are kept."""
-    extent, segment = column(remap, _EXTENT), column(remap, _SEGMENT)
-    low, high, target = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET)
+    extent, segment = column(remap, EXTENT), column(remap, SEGMENT)
+    low, high, target = column(remap, LOW), column(remap, HIGH), column(remap, TARGET)
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
-    inner = column(remap, _AXIS)[entry] + column(remap, _AXES)[entry] - 1
+    inner = column(remap, AXIS)[entry] + column(remap, AXES)[entry] - 1
     length, last = extent[inner], segment[inner + 1] - 1
     found = i = _I64
     while i < count:
         row = (position[i] + offset) // length
         start = row * length - offset
-        stop, base, k = until(positions, i, count, start + length), _row(remap, entry, row), segment[inner]
+        stop, base, k = until(positions, i, count, start + length), row_start(remap, entry, row), segment[inner]
         i = stop if base < 0 else i
         while i < stop:
             coordinate = position[i] - start
@@ -168,9 +173,9 @@ def _translate(sample, width, remap, entry, first, positions, bits, count, out, 
 
     Return how many were kept, and an entry from which later positions may go on.
     """
-    begin, end, shift = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT)
-    origin, axes = column(remap, _ORIGIN), column(remap, _AXES)
-    found, i, entries, parts = _I64, _I64, at(remap, _I64)[_ENTRIES], stack()
+    begin, end, shift = column(remap, BEGIN), column(remap, END), column(remap, SHIFT)
+    origin, axes = column(remap, ORIGIN), column(remap, AXES)
+    found, i, entries, parts = _I64, _I64, at(remap, _I64)[ENTRIES], stack()
     while i < count and entry < entries:
         i = until(positions, i, count, begin[entry] - first)
         if i == count:
@@ -253,9 +258,9 @@ def patch(sample, width, remap, entry, first, positions, blocks, values, low, hi
     become neighbours in one tensor, and are written straight there. Return whether all positions were within the table.
     """
     starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
-    begin, end, shift, axes = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT), column(remap, _AXES)
+    begin, end, shift, axes = column(remap, BEGIN), column(remap, END), column(remap, SHIFT), column(remap, AXES)
     homes, kept, unpacked, some = stack(), stack() + 8 * SOME, stack() + 16 * SOME, positions
-    entries, total, index, missing = at(remap, _I64)[_ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64
+    entries, total, index, missing = at(remap, _I64)[ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64
     block, left = _seek(positions, blocks, low)
     for done in range(low, high, SOME):
         size, theirs = min(SOME, high - done), values + width * done
@@ -288,10 +293,10 @@ def place(sample, width, remap, entry, first, length, bits, table, touched, inwa
 
     Tensors that are met are marked as touched.
     """
-    begin, end, shift, origin = column(remap, _BEGIN), column(remap, _END), column(remap, _SHIFT), column(remap, _ORIGIN)
-    axis, axes, extent, segment = column(remap, _AXIS), column(remap, _AXES), column(remap, _EXTENT), column(remap, _SEGMENT)
-    low, high, target = column(remap, _LOW), column(remap, _HIGH), column(remap, _TARGET)
-    stop, entries = first + length, at(remap, _I64)[_ENTRIES]
+    begin, end, shift, origin = column(remap, BEGIN), column(remap, END), column(remap, SHIFT), column(remap, ORIGIN)
+    axis, axes, extent, segment = column(remap, AXIS), column(remap, AXES), column(remap, EXTENT), column(remap, SEGMENT)
+    low, high, target = column(remap, LOW), column(remap, HIGH), column(remap, TARGET)
+    stop, entries = first + length, at(remap, _I64)[ENTRIES]
     while entry < entries and begin[entry] < stop:
         now, until = max(first, begin[entry]), min(stop, end[entry])
         if axes[entry] == 0:
@@ -303,7 +308,7 @@ def place(sample, width, remap, entry, first, length, bits, table, touched, inwa
         row = (now - origin[entry]) // extent[inner]
         start = origin[entry] + row * extent[inner]
         while start < until:
-            base = _row(remap, entry, row)
+            base = row_start(remap, entry, row)
             if base >= 0:
                 for k in range(segment[inner], segment[inner + 1]):
                     x, y = max(now, start + low[k]), min(until, start + high[k])

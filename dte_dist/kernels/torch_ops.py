@@ -164,15 +164,20 @@ def checksum(frame: Tensor, skip: int = -1) -> Tensor:
     if frame.numel() % 8:
         raise ValueError(f"a checksum needs whole words of 8 bytes, not {frame.numel()} bytes")
     words = (frame if frame.data_ptr() % 8 == 0 and frame.storage_offset() % 8 == 0 else frame.clone()).view(torch.int64)
-    mixed = torch.arange(1, words.numel() + 1, device=frame.device).mul_(_FIRST)
-    if skip < 0:
-        mixed += words
-    else:
-        mixed[:skip] += words[:skip]
-        mixed[skip + 1 :] += words[skip + 1 :]
-    mixed = _fold(mixed).mul_(_SECOND)
-    mixed = _fold(mixed).mul_(_THIRD)
-    return _fold(mixed).sum()
+    places = torch.arange(words.numel(), device=frame.device)
+    total = mixed(places, words).sum()
+    if skip >= 0:  # exchanged afterwards, as in the loop
+        place, word = places[skip : skip + 1], words[skip : skip + 1]
+        total += (mixed(place, torch.zeros_like(word)) - mixed(place, word)).sum()
+    return total
+
+
+def mixed(places: Tensor, words: Tensor) -> Tensor:
+    """Return int64 hashes of int64 words, each mixed with its place."""
+    hashes = (places + 1).mul_(_FIRST).add_(words)
+    hashes = _fold(hashes).mul_(_SECOND)
+    hashes = _fold(hashes).mul_(_THIRD)
+    return _fold(hashes)
 
 
 @torch.no_grad()
@@ -232,6 +237,7 @@ def _assign(flat: Flat, indices: np.ndarray, bits: Tensor) -> None:
         mine = torch.cat([pieces[place] for place in places]) if len(kinds) > 1 else bits
         with torch.inference_mode(inference), torch.no_grad():
             torch._foreach_copy_(into, _unflatten_dense_tensors(mine, into))
+    flat.writes[indices] += 1
 
 
 def _put_together(flat: Flat, indices: np.ndarray, where: tuple[np.ndarray, np.ndarray], positions: Tensor, bits: Tensor) -> None:
@@ -265,6 +271,7 @@ def _write_part(flat: Flat, index: int, low: int, bits: Tensor) -> None:
         bits = merged
     with torch.inference_mode(view.is_inference()):
         rows.copy_(bits.view(rows.shape))
+    flat.writes[index] += 1
 
 
 def _put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
@@ -275,6 +282,7 @@ def _put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
             view.view(-1).index_copy_(0, positions, bits)
         else:
             view.index_put_(coordinates(positions, view.shape), bits)
+    flat.writes[index] += 1
 
 
 def _writable(flat: Flat, index: int) -> Tensor:

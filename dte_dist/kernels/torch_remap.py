@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dte_dist.kernels import Flat, Tables, torch_ops
 
-__all__ = ["fetch", "place", "translate"]
+__all__ = ["digest", "fetch", "place", "translate"]
 
 
 def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,6 +50,17 @@ def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:
     positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
     there, here = translate(remap, first, positions, positions)
     bits[here.to(torch.int64)] = array[there]
+
+
+def digest(remap: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
+    """Add the hashes of dense bits to the digests of a receiver's pieces; see `kernels.cpu_remap.digest`. Waits once more for the sums."""
+    positions, kept = translate(remap, first, torch.arange(len(bits), dtype=torch.int32, device=bits.device), bits)
+    bounds = torch.from_numpy(starts).to(bits.device, non_blocking=True)
+    piece = torch.searchsorted(bounds, positions, right=True) - 1
+    wide = kept.to(torch.int64)  # without the sign of narrower bits
+    wide = wide if kept.element_size() == 8 else wide & ((1 << 8 * kept.element_size()) - 1)
+    hashes = torch_ops.mixed(positions - bounds[piece], wide)
+    sums += torch.zeros(len(sums), dtype=torch.int64, device=bits.device).index_add_(0, piece, hashes).cpu().numpy()
 
 
 class _DeviceTables:

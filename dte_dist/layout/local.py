@@ -89,13 +89,13 @@ class LocalTensors:
             same &= np.fromiter(map(eq, self.dtypes, before.dtypes), np.bool_, len(same))
         return np.flatnonzero(~same)
 
-    def marks(self) -> tuple[bytes, list[int]]:
-        """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no writes."""
+    def versions(self) -> np.ndarray:
+        """Return int64[tensors]: the version counter of each; -1 for an inference tensor, which has none."""
         try:
-            versions = [tensor._version for tensor in self.tensors]
+            found = [tensor._version for tensor in self.tensors]
         except RuntimeError:
-            versions = [tensor._version for tensor in self.tensors if not tensor.is_inference()]
-        return self.addresses.tobytes(), versions
+            found = [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+        return np.array(found, np.int64)
 
 
 def one_device(tensors: Sequence[Tensor]) -> torch.device:

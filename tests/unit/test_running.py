@@ -25,6 +25,7 @@ class Gate:
     def __init__(self, error: Exception | None = None) -> None:
         self.open, self.error = threading.Event(), error
         self.work = DeltaWork(self.run)
+        self.work.start()
 
     def run(self) -> Any:
         self.open.wait(60)
@@ -38,7 +39,7 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.open.set()
-    gate.work.done.wait(60)
+    gate.work.ended(60)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, timedelta(0), 0.02, timedelta(milliseconds=20)], ids=str)
@@ -79,7 +80,7 @@ def joining(*modules: Any) -> threading.Thread:
 @pytest.mark.parametrize("which", [0, 1], ids=["the module it reads", "the module it writes to"])
 def test_who_uses_either_module_of_a_sync_waits_for_it(gate: Gate, which: int) -> None:
     modules = nn.Linear(1, 1), nn.Linear(1, 1)
-    running.note(gate.work.done, *modules)
+    running.note(gate.work, *modules)
     thread = joining(modules[which], None)
     assert thread.is_alive()
     assert not joining(nn.Linear(1, 1), None).is_alive(), "another module has nothing to wait for"
@@ -90,7 +91,7 @@ def test_who_uses_either_module_of_a_sync_waits_for_it(gate: Gate, which: int) -
 
 def test_one_that_failed_is_waited_for_in_silence() -> None:
     module, gate = nn.Linear(1, 1), Gate(FrameError("cut short"))
-    running.note(gate.work.done, module, None)
+    running.note(gate.work, module, None)
     gate.open.set()
     running.join(module)
     running.join(module)
@@ -98,7 +99,7 @@ def test_one_that_failed_is_waited_for_in_silence() -> None:
 
 def test_a_sync_keeps_no_module_alive(gate: Gate) -> None:
     module = nn.Linear(1, 1)
-    running.note(gate.work.done, module)
+    running.note(gate.work, module)
     before = len(running._running)
     del module
     gc.collect()
@@ -107,7 +108,7 @@ def test_a_sync_keeps_no_module_alive(gate: Gate) -> None:
 
 def test_all_are_waited_for_at_most_so_long(gate: Gate) -> None:
     modules = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    running.note(gate.work.done, *modules)
+    running.note(gate.work, *modules)
     assert not running.finish(0.0) and not running.finish(0.05)
     gate.open.set()
     assert running.finish(60)
@@ -117,5 +118,14 @@ def test_all_are_waited_for_at_most_so_long(gate: Gate) -> None:
 def test_what_is_no_module_has_no_sync(thing: Any) -> None:
     """A wrong argument is told to all ranks later, so that one rank alone must not fail here."""
     running.join(thing)
-    running.note(threading.Event(), thing)
+    running.note(DeltaWork(lambda: REPORT), thing)
     running.join(thing)
+
+
+def test_a_sync_that_never_began_is_not_waited_for() -> None:
+    """As an interrupt between its making and its start leaves it."""
+    module, work = nn.Linear(1, 1), DeltaWork(lambda: REPORT)
+    running.note(work, module)
+    assert work.ended(0.0) and not work.is_completed()
+    running.join(module)
+    assert running.finish(0.0)

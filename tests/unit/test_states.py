@@ -887,12 +887,12 @@ def test_a_copy_that_others_wrote_to_has_no_version_until_it_is_seeded(how: str)
         copy[3 if how == "written in part" else slice(None)] = 1.0
     pair.trained["w0"][5] = 2.0
     pair.receiver.begin()
-    assert pair.receiver.disturbed and pair.receiver.chain.version == NONE and pair.receiver.chain.newest == 1
+    assert pair.receiver.chain.seed_reason and pair.receiver.chain.version == NONE and pair.receiver.chain.newest == 1
     pair.receiver.rollback()
     pair.seed(2)
     assert same_bits(pair.trained, pair.copy)
     pair.trained["w1"][5] = 2.0
-    assert pair.sync() == 1 and same_bits(pair.trained, pair.copy) and not pair.receiver.disturbed
+    assert pair.sync() == 1 and same_bits(pair.trained, pair.copy) and not pair.receiver.chain.seed_reason
 
 
 def test_reading_a_copy_and_what_the_package_writes_disturb_nothing() -> None:
@@ -901,7 +901,7 @@ def test_reading_a_copy_and_what_the_package_writes_disturb_nothing() -> None:
         pair.trained["w1"][step] = 2.0
         assert pair.copy["w0"].sum() is not None and pair.copy["w1"].clone() is not None
         pair.receiver.begin()
-        assert not pair.receiver.disturbed
+        assert not pair.receiver.chain.seed_reason
         pair.sync()
 
 

@@ -1,0 +1,84 @@
+"""Digests of tensors: 64 bits for each, a sum over its elements of a hash of position and bits.
+
+Since it is a sum, parts of a tensor that several ranks hold are digested by each of them and added: what the digest says depends on
+the elements and on where they belong, not on who holds them. Sums wrap around modulo 2^64; docs/protocol.md has the hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from dte_dist import kernels
+from dte_dist.change.flat import FlatTensors
+from dte_dist.kernels import BITS, Tables
+from dte_dist.kernels.threads import split
+
+__all__ = ["digests", "own_digests"]
+
+_CHUNK: Final = 1 << 20
+"""Elements that are copied at once, to be hashed while they are in the cache."""
+
+_DEVICE_CHUNK: Final = 1 << 24
+"""The same on an accelerator, which is waited for once a chunk."""
+
+
+def digests(flat: FlatTensors, remaps: Sequence[Tables], starts: np.ndarray) -> np.ndarray:
+    """Return what `flat` adds to the digest of every piece of another space.
+
+    Args:
+        flat: tensors of one element width, read as the dtypes that it says.
+        remaps: tables from its positions to those of the other space (`plan.Remap`); elements that they drop are left out.
+        starts: int64[pieces + 1], where each piece of the other space begins; positions are hashed as counted from there.
+
+    Returns:
+        int64[pieces].
+
+    Example:
+        >>> from dte_dist.kernels.identity import Identity
+        >>> flat = FlatTensors([torch.zeros(3), torch.ones(2)], 4)
+        >>> one, other = digests(flat, [Identity(5)], flat.starts)
+        >>> one != other
+        True
+    """
+
+    def part(low: int, high: int) -> np.ndarray:
+        sums, kernel, remapped = np.zeros(len(starts) - 1, np.int64), kernels.on(flat.device), kernels.remaps_on(flat.device)
+        room = kernels.empty(min(chunk, high - low), BITS[flat.width], flat.device)
+        for first in range(low, high, chunk):
+            bits = room[: min(chunk, high - first)]
+            kernel.read(flat, first, bits)
+            for remap in remaps:
+                remapped.digest(remap, first, bits, starts, sums)
+        return sums
+
+    chunk = _CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK
+    parts = split(part, len(flat), least=_CHUNK, align=_CHUNK) if flat.device.type == "cpu" else [part(0, len(flat))]
+    total = parts[0]
+    for more in parts[1:]:
+        total += more
+    return total
+
+
+def own_digests(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """Return int64[tensors]: the digest of each, by the bits that it holds, in row-major order.
+
+    Args:
+        tensors: any shapes, strides and dtypes of 1, 2, 4 or 8 bytes, on any devices.
+
+    Example:
+        >>> one, other, third = own_digests([torch.zeros(3), torch.tensor([0.0, -0.0, 0.0]), torch.zeros(3)])
+        >>> one == third, one == other
+        (True, False)
+    """
+    found = np.zeros(len(tensors), np.int64)
+    kinds: dict[tuple[torch.device, int], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.device, tensor.element_size()), []).append(index)
+    for (_, width), indices in kinds.items():
+        flat = FlatTensors([tensors[index] for index in indices], width)
+        found[indices] = digests(flat, [kernels.Identity(len(flat))], flat.starts)
+    return found

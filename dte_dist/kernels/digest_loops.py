@@ -1,0 +1,79 @@
+# mypy: allow-untyped-defs
+# ruff: noqa: PLR0917
+"""The numba loop that digests elements by where they belong in another space (see `plan.remap` for the tables).
+
+`remap` is the address of the addresses of a Remap's arrays, as in `kernels.remap_loops`. Nothing is compiled at import.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dte_dist.kernels.compiled import loop, part
+from dte_dist.kernels.loops import mix
+from dte_dist.kernels.memory import at, column
+from dte_dist.kernels.remap_loops import AXES, AXIS, BEGIN, END, ENTRIES, EXTENT, HIGH, LOW, ORIGIN, SEGMENT, SHIFT, TARGET, row_start
+
+__all__ = ["digest"]
+
+_FIRST = np.uint64(0x9E3779B97F4A7C15)
+_ZERO, _I64 = np.uint64(0), np.int64(0)
+
+
+@part
+def _piece(start, pieces, position):
+    """Return the last piece that begins at or before a position: the one that holds it, never an empty one."""
+    low, high = _I64, pieces
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if start[middle] <= position:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@part
+def _add(sample, width, bits, length, position, starts, pieces, sums):
+    """Add the hashes of `length` neighbours, the first of which belongs to `position`, to the sums of their pieces."""
+    start, total = at(starts, _I64), at(sums, _I64)
+    piece = _piece(start, pieces, position)
+    while length > 0:
+        while start[piece + 1] <= position:
+            piece += 1
+        count = min(length, start[piece + 1] - position)
+        bit, place, added = at(bits, sample), np.uint64(position - start[piece]) * _FIRST, _ZERO
+        for i in range(count):
+            place += _FIRST
+            added += mix(place + np.uint64(bit[i]))
+        total[piece] += np.int64(added)
+        position, bits, length = position + count, bits + width * count, length - count
+
+
+@loop
+def digest(sample, width, remap, entry, first, length, bits, starts, pieces, sums):
+    """Add the hashes of source positions [first, first + length), from entry `entry` on, to the sums of the pieces they belong to."""
+    begin, end, shift, origin = column(remap, BEGIN), column(remap, END), column(remap, SHIFT), column(remap, ORIGIN)
+    axis, axes, extent, segment = column(remap, AXIS), column(remap, AXES), column(remap, EXTENT), column(remap, SEGMENT)
+    low, high, target = column(remap, LOW), column(remap, HIGH), column(remap, TARGET)
+    stop, entries = first + length, at(remap, _I64)[ENTRIES]
+    while entry < entries and begin[entry] < stop:
+        now, until = max(first, begin[entry]), min(stop, end[entry])
+        if axes[entry] == 0:
+            here = bits + (now - first) * width
+            _add(sample, width, here, max(until - now, 0), now + shift[entry], starts, pieces, sums)
+            entry += 1
+            continue
+        inner = axis[entry] + axes[entry] - 1
+        row = (now - origin[entry]) // extent[inner]
+        start = origin[entry] + row * extent[inner]
+        while start < until:
+            base = row_start(remap, entry, row)
+            if base >= 0:
+                for k in range(segment[inner], segment[inner + 1]):
+                    x, y = max(now, start + low[k]), min(until, start + high[k])
+                    if y > x:
+                        to = base + x - start - low[k] + target[k]
+                        _add(sample, width, bits + (x - first) * width, y - x, to, starts, pieces, sums)
+            row, start = row + 1, start + extent[inner]
+        entry += 1
