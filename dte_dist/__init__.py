@@ -1,7 +1,7 @@
 """dte_dist: the collective that keeps rollout ranks bit-identical to training ranks by moving only changed elements."""
 
 from dte_dist.change.snapshot import Detector
-from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p
+from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p, invalidate, verify
 from dte_dist.engine.delta_engine import DeltaEngine, reconstruct_against_base
 from dte_dist.engine.tracker import DeltaTracker
 from dte_dist.errors import (
@@ -20,7 +20,7 @@ from dte_dist.errors import (
 from dte_dist.layout import Layout, ShardSpec
 from dte_dist.plan import Plan, TransferOp, remap_delta_indices
 from dte_dist.plan.model_map import Holding
-from dte_dist.report import SyncReport
+from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.transport.base import Payload, Transport
 from dte_dist.transport.loopback import LoopbackTransport
 from dte_dist.transport.process_group import ProcessGroupTransport
@@ -47,6 +47,7 @@ __all__ = [
     "SyncReport",
     "TransferOp",
     "Transport",
+    "VerifyReport",
     "VersionError",
     "VersionGap",
     "VersionReplay",
@@ -54,6 +55,8 @@ __all__ = [
     "close",
     "delta_broadcast",
     "delta_p2p",
+    "invalidate",
     "reconstruct_against_base",
     "remap_delta_indices",
+    "verify",
 ]

@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-__all__ = ["PHASES", "Phases", "SyncReport", "size"]
+__all__ = ["PHASES", "Phases", "SyncReport", "VerifyReport", "size"]
 
-PHASES = ("wait", "detect", "encode", "gather", "wire", "decode", "apply", "commit")
+PHASES = ("wait", "detect", "encode", "gather", "wire", "decode", "apply", "commit", "verify")
 """The phases of a sync, in the order in which they begin."""
 
 
@@ -48,6 +48,47 @@ class Phases:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found; the same on every rank, but for the seconds.
+
+    Attributes:
+        version: the version that the sources' snapshot holds; None if they hold none, or different ones.
+        tensors: how many the model has.
+        different: how many of them differ on some receiver.
+        first: name of the first that differs, in alphabetical order; None if none does.
+        ranks: group ranks of the receivers that hold other bits; the next sync seeds them.
+        compared: group ranks of the receivers that hold `version` and were compared; others are seeded anyway.
+        moved: shards of sources whose live bits are not those of `version`: trained since, or missed by a detector.
+        seconds: of this rank.
+
+    Example:
+        >>> print(VerifyReport(3, 12, 1, "lm_head.weight", (2,), (2, 3), 0, 0.0021))
+        v3: 1 of 12 tensors differ, first 'lm_head.weight', on rank 2 (of 2, 3); sources: 0 shards moved since, 2.1 ms
+    """
+
+    version: int | None
+    tensors: int
+    different: int
+    first: str | None
+    ranks: tuple[int, ...]
+    compared: tuple[int, ...]
+    moved: int
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether every receiver that was compared holds the bits of `version`."""
+        return not self.ranks
+
+    def __str__(self) -> str:
+        held = "no version" if self.version is None else f"v{self.version}"
+        ranks, compared = (", ".join(map(str, some)) for some in (self.ranks, self.compared))
+        found = f", first {self.first!r}, on rank {ranks} (of {compared})" if self.ranks else f" (ranks {compared or 'none'})"
+        moved = f"sources: {self.moved:,} shards moved since"
+        return f"{held}: {self.different:,} of {self.tensors:,} tensors differ{found}; {moved}, {1e3 * self.seconds:.1f} ms"
+
+
+@dataclass(frozen=True, slots=True)
 class SyncReport:
     """What one sync did; counts and versions are the same on every rank, seconds are this rank's own.
 
@@ -69,6 +110,7 @@ class SyncReport:
         seconds: of the whole call on this rank, opening the channel included; with async_op, from the call to the end of the work.
         phases: seconds by phase, on this rank; see `PHASES`.
         codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}.
+        verified: what `verify_interval=` found after this sync; None where it was not due.
 
     Example:
         >>> print(SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519))
@@ -92,6 +134,7 @@ class SyncReport:
     busiest_bytes: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, int] = field(default_factory=dict)
+    verified: VerifyReport | None = None
 
     @property
     def density(self) -> float:

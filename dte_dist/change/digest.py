@@ -17,7 +17,7 @@ from dte_dist.change.flat import FlatTensors
 from dte_dist.kernels import BITS, Tables
 from dte_dist.kernels.threads import split
 
-__all__ = ["digests", "own_digests"]
+__all__ = ["Space", "digests", "own_digests"]
 
 _CHUNK: Final = 1 << 20
 """Elements that are copied at once, to be hashed while they are in the cache."""
@@ -26,41 +26,43 @@ _DEVICE_CHUNK: Final = 1 << 24
 """The same on an accelerator, which is waited for once a chunk."""
 
 
-def digests(flat: FlatTensors, remaps: Sequence[Tables], starts: np.ndarray) -> np.ndarray:
-    """Return what `flat` adds to the digest of every piece of another space.
+Space = tuple[Sequence[Tables], np.ndarray]
+"""Another space: tables from the positions of some tensors to its own, and int64[pieces + 1], where each of its pieces begins."""
+
+
+def digests(flat: FlatTensors, spaces: Sequence[Space]) -> list[np.ndarray]:
+    """Return what `flat` adds to the digest of every piece of some other spaces; each element is read once.
 
     Args:
         flat: tensors of one element width, read as the dtypes that it says.
-        remaps: tables from its positions to those of the other space (`plan.Remap`); elements that they drop are left out.
-        starts: int64[pieces + 1], where each piece of the other space begins; positions are hashed as counted from there.
+        spaces: elements that the tables of a space drop are left out; positions are hashed as counted from where their piece begins.
 
     Returns:
-        int64[pieces].
+        For each space int64[pieces].
 
     Example:
-        >>> from dte_dist.kernels.identity import Identity
         >>> flat = FlatTensors([torch.zeros(3), torch.ones(2)], 4)
-        >>> one, other = digests(flat, [Identity(5)], flat.starts)
+        >>> [(one, other)] = digests(flat, [([kernels.Identity(5)], flat.starts)])
         >>> one != other
         True
     """
 
-    def part(low: int, high: int) -> np.ndarray:
-        sums, kernel, remapped = np.zeros(len(starts) - 1, np.int64), kernels.on(flat.device), kernels.remaps_on(flat.device)
+    def part(low: int, high: int) -> list[np.ndarray]:
+        sums = [np.zeros(len(starts) - 1, np.int64) for _, starts in spaces]
+        kernel, remapped = kernels.on(flat.device), kernels.remaps_on(flat.device)
         room = kernels.empty(min(chunk, high - low), BITS[flat.width], flat.device)
         for first in range(low, high, chunk):
             bits = room[: min(chunk, high - first)]
             kernel.read(flat, first, bits)
-            for remap in remaps:
-                remapped.digest(remap, first, bits, starts, sums)
+            for (remaps, starts), added in zip(spaces, sums, strict=True):
+                for remap in remaps:
+                    remapped.digest(remap, first, bits, starts, added)
         return sums
 
-    chunk = _CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK
-    parts = split(part, len(flat), least=_CHUNK, align=_CHUNK) if flat.device.type == "cpu" else [part(0, len(flat))]
-    total = parts[0]
-    for more in parts[1:]:
-        total += more
-    return total
+    is_cpu = flat.device.type == "cpu"
+    chunk = _CHUNK if is_cpu else _DEVICE_CHUNK
+    parts = split(part, len(flat), least=_CHUNK, align=_CHUNK) if is_cpu else [part(0, len(flat))]
+    return [np.stack(sums).sum(axis=0, dtype=np.int64) for sums in zip(*parts, strict=True)]
 
 
 def own_digests(tensors: Sequence[torch.Tensor]) -> np.ndarray:
@@ -80,5 +82,5 @@ def own_digests(tensors: Sequence[torch.Tensor]) -> np.ndarray:
         kinds.setdefault((tensor.device, tensor.element_size()), []).append(index)
     for (_, width), indices in kinds.items():
         flat = FlatTensors([tensors[index] for index in indices], width)
-        found[indices] = digests(flat, [kernels.Identity(len(flat))], flat.starts)
+        found[indices] = digests(flat, [([kernels.Identity(len(flat))], flat.starts)])[0]
     return found

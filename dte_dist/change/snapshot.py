@@ -123,6 +123,7 @@ class Snapshot:
     def __init__(self, totals: Mapping[int, int], device: torch.device, segment: int) -> None:
         self.bits = {width: kernels.empty(total, BITS[width], device) for width, total in totals.items()}
         self.torn = False
+        self._halfway = False  # whether a range may have been taken over that is in no wave yet
         self._segment, self._at_once, self._before = segment, _RANGE, list[_Before]()
         self.move(device)
 
@@ -155,13 +156,11 @@ class Snapshot:
         # `torn` is True from before the first bit of a wave is taken over until all of the wave is noted, so that whatever
         # breaks off in between (an interrupt at any line, too) leaves a snapshot that is known to be of no version.
         wave, filled, torn = list[Changed](), 0, self.torn
-        halfway = False
         try:
             for first, length in self._ranges(spans):
                 named = self._named(live, width, (first, length), detector) if detector is not None else None
-                halfway = self.torn = True
                 wave.append(self._take_over(live, width, (first, length), self._rooms[width].after(filled), named))
-                halfway = False
+                self._halfway = False
                 filled, self._at_once = filled + len(wave[-1]), _RANGE if _SPARSE * len(wave[-1]) < length else 1
                 if filled >= _WAVE:
                     done = self._noted(width, wave)
@@ -170,7 +169,7 @@ class Snapshot:
                     yield done
         finally:  # also of what was found before a detector failed
             last = self._noted(width, wave)
-            if not halfway:
+            if not self._halfway:
                 self.torn = torn
         if last:
             yield last
@@ -189,6 +188,7 @@ class Snapshot:
         first, length = where
         known = self.bits[width][first : first + length]
         if named is None:
+            self.torn = self._halfway = True
             count = self._kernels.advance(live.flat, first, first + length, known, room.positions, room.old, room.new)
             return room.changed(first, length, count)
         bits = torch.empty_like(known)
@@ -197,6 +197,7 @@ class Snapshot:
         changed = room.changed(first, length, len(named))
         changed.old.copy_(self._kernels.gather(known, named))
         changed.new.copy_(self._kernels.gather(bits, named))
+        self.torn = self._halfway = True
         self._kernels.put(known, named, changed.new)
         return changed
 
@@ -264,7 +265,7 @@ class Snapshot:
         self.settle()
         for width, first, length in ranges:
             self._kernels.read(live[width].flat, first, self.bits[width][first : first + length])
-        self.torn = False
+        self.torn = self._halfway = False
 
 
 def _is_few(changed: Changed, width: int) -> bool:

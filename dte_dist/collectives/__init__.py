@@ -1,7 +1,7 @@
 """What a user calls, and the protocol behind it."""
 
-from dte_dist.collectives.api import delta_broadcast, delta_p2p
-from dte_dist.collectives.registry import close
+from dte_dist.collectives.api import delta_broadcast, delta_p2p, verify
+from dte_dist.collectives.registry import close, invalidate
 from dte_dist.collectives.work import DeltaWork
 
-__all__ = ["DeltaWork", "close", "delta_broadcast", "delta_p2p"]
+__all__ = ["DeltaWork", "close", "delta_broadcast", "delta_p2p", "invalidate", "verify"]

@@ -18,17 +18,17 @@ from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.exclusive import exclusive
 from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, Wishes, group_ranks
-from dte_dist.collectives.registry import find_or_open, is_in_use
+from dte_dist.collectives.registry import find, find_or_open, is_in_use
 from dte_dist.collectives.routes import RouteOption
 from dte_dist.collectives.streams import aside, hold_back, on
 from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
-from dte_dist.errors import DeltaError, PeerLost
+from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.layout import Layout, Rename, Select
-from dte_dist.report import SyncReport
+from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.transport.base import check_timeout
 
-__all__ = ["delta_broadcast", "delta_p2p"]
+__all__ = ["delta_broadcast", "delta_p2p", "verify"]
 
 Module = torch.nn.Module | Layout
 
@@ -63,6 +63,7 @@ def delta_broadcast(
     rename: Rename = None,
     detector: Detector | None = None,
     anchor_interval: int | None = None,
+    verify_interval: int | None = None,
     bucket_bytes: int = _BUCKET_BYTES,
     timeout: timedelta | float = _TIMEOUT,
     route: RouteOption = "broadcast",
@@ -84,7 +85,7 @@ def delta_broadcast(
         group_src: the sources as ranks of the group, instead of `src`.
         version: number of the version this call makes, greater than the last; default: the last plus one. All sources must
             agree; receivers may leave it out.
-        mode: "delta", or "full" to send everything.
+        mode: "delta", or "full" to send everything: from a source to all receivers, from a mere receiver to this one.
         into: on a rank that is both, the module to receive into. On a mere receiver it stands for `module`.
         wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One dtype for all
             floating-point tensors, a mapping by name, a function of (name, dtype), or "receiver": whatever the receivers hold.
@@ -93,6 +94,7 @@ def delta_broadcast(
         rename: function from this rank's names to the names all ranks agree on.
         detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`.
         anchor_interval: send everything after so many deltas.
+        verify_interval: compare digests of all copies after so many versions, as `dte_dist.verify` does; see `report.verified`.
         bucket_bytes: bytes that travel at once; a source and a receiver each hold two buckets.
         timeout: seconds (or timedelta) that any one wait for another rank may take.
         route: "broadcast" over the root; "p2p" from shard to shard, as `delta_p2p`; or "auto", whichever moves fewer bytes through
@@ -127,6 +129,7 @@ def delta_broadcast(
         "rename": rename,
         "detector": detector,
         "anchor_interval": anchor_interval,
+        "verify_interval": verify_interval,
         "bucket_bytes": bucket_bytes,
         "timeout": timeout,
         "route": route,
@@ -174,6 +177,46 @@ def delta_p2p(
     return _sync(module, group, src, async_op, said={"route": "p2p", **options})
 
 
+def verify(module: Module, group: ProcessGroup | None = None) -> VerifyReport:
+    """Compare the live bits of all receivers with those that the sources sent; a receiver that differs is seeded by the next sync.
+
+    A collective on the open channel of (module, group): every rank of the group must call, in the same order as its syncs. It finds
+    what no version counter shows: writes through `.data` or numpy, memory that was discarded and mapped again, a detector that forgot a
+    change, a fault of the machine. Each tensor has a digest of 64 bits, a sum over its elements of a hash of position and bits, so that
+    shards add up. It costs one read of the weights on each rank, one of the snapshot on sources, and 8 bytes a tensor and kind of receiver.
+
+    Args:
+        module: as passed to `delta_broadcast`.
+        group: likewise; None is the world.
+
+    Returns:
+        A `VerifyReport`, the same on every rank. Called before the next step of the optimizer, its `moved` is 0.
+
+    Raises:
+        ValueError: there is no open channel on this rank.
+        LayoutMismatch: another rank called something else on the channel; on every rank.
+        PeerLost: a rank died or did not answer; on every survivor.
+        DeltaError: anything else that went wrong on some rank; on every rank.
+
+    Example:
+        >>> report = dte_dist.verify(module, group)
+        >>> report.equal
+        True
+    """
+    pg = dist.group.WORLD if group is None else group
+    if (channel := find(module, pg)) is None:
+        raise ValueError("there is no open channel of this module and group: verify after delta_broadcast or delta_p2p")
+    with exclusive(module, channel.options.into and channel.options.into()), torch.inference_mode(False), torch.no_grad():
+        running.join(module)
+        try:
+            return channel.verify()
+        except BaseException as error:
+            channel.abort(error)
+            if isinstance(error, Abandoned):
+                raise ChannelClosed("another rank closed the channel", fix="sync again; a new channel opens") from error
+            raise
+
+
 def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_op: bool, *, said: CallOptions) -> SyncReport | DeltaWork:
     """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
     pg = dist.group.WORLD if group is None else group
@@ -212,6 +255,7 @@ def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Optio
         sources=group_ranks(src, said.get("group_src"), group),
         bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),
         anchor_interval=said.get("anchor_interval"),
+        verify_interval=said.get("verify_interval"),
         timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=check_timeout(timeout)),
         wire_dtype=said.get("wire_dtype"),
         select=said.get("select"),
@@ -258,7 +302,7 @@ class _Call:
         work = DeltaWork(finish, streams)
         try:
             with on(streams):
-                prepared = self._prepare(channel)
+                prepared = self._prepare(channel, background=True)
             hold_back(streams)
             running.note(work, self.module, self.into)  # before it starts: the next call is to wait for it in any case
             work.start()
@@ -271,8 +315,8 @@ class _Call:
     def _channel(self) -> Channel:
         return find_or_open(self.module, self.group, self.into, self.options, self.error)
 
-    def _prepare(self, channel: Channel) -> Prepared:
-        return channel.prepare(self.wishes, self.begin, check=lambda: self._check(channel))
+    def _prepare(self, channel: Channel, background: bool = False) -> Prepared:
+        return channel.prepare(self.wishes, self.begin, check=lambda: self._check(channel), background=background)
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""

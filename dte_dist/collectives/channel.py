@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -19,16 +21,17 @@ from dte_dist.collectives.options import Options, Wishes
 from dte_dist.collectives.routes import Chosen
 from dte_dist.collectives.sync import Parts, Prepared, Sync
 from dte_dist.engine.chain import NONE
-from dte_dist.engine.control import ASKED, REASONS, ControlRow
+from dte_dist.engine.control import ASKED, REASONS, VERIFY, ControlRow
 from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.plan.transfer import ROUTES
-from dte_dist.report import Phases, SyncReport
+from dte_dist.report import Phases, SyncReport, VerifyReport
 from dte_dist.transport.groups import LossBoard, Wire
-from dte_dist.transport.together import Agreed, end_together, forget_frames
+from dte_dist.transport.together import Agreed, end_together, error_of, forget_frames
 
 __all__ = ["Abandoned", "Channel"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class Abandoned(Exception):
@@ -73,13 +76,14 @@ class Channel:
             for wire in self._wires:
                 wire.close()
 
-    def prepare(self, wishes: Wishes, begin: float, *, check: Callable[[], None]) -> Prepared:
+    def prepare(self, wishes: Wishes, begin: float, *, check: Callable[[], None], background: bool = False) -> Prepared:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
             wishes: of the call.
             begin: when it began, `time.perf_counter`.
             check: raises if the arguments of the call make no sense.
+            background: the caller goes on before the sync ends.
         """
         self.in_step = False
         phases = Phases()
@@ -97,12 +101,28 @@ class Channel:
                 version, chooser = wishes.version or source.chain.version + 1, wishes.chooser(self.parts.speed.bytes_per_second)
                 source.prepare(version, bool(reason), phases, wishes.detector, route.lanes, chooser=chooser)
             if receiver is not None:
-                if source is None and wishes.mode == "full":
-                    receiver.chain.distrust(ASKED)
                 receiver.begin(route.remaps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
-        return Prepared(replace(self._row(error, wishes.version, reason), route=ROUTES.index(chosen[0])), error, phases, begin, chosen)
+        row = self._row(error, wishes.version, reason, wishes.mode == "full")
+        return Prepared(replace(row, route=ROUTES.index(chosen[0])), error, phases, begin, chosen, background)
+
+    def verify(self) -> VerifyReport:
+        """Compare what receivers hold with what sources believe they hold; all ranks of the group must call.
+
+        Raises:
+            DeltaError: the same on every rank; `PeerLost` on every surviving one, and the channel is broken.
+            Abandoned: a rank had closed the channel.
+        """
+        self.in_step = False
+        error = None
+        if self.parts.source is not None:
+            error = error_of(self.parts.source.rollback)
+        row = replace(self._row(error, None, 0, asked=False), call=VERIFY)
+        meeting = Sync(self.parts, Prepared(row, error, Phases(), time.perf_counter(), ("broadcast", "")))
+        report = self._meet(meeting, meeting.verify)
+        _log.info("%s", report)
+        return report
 
     def run(self, prepared: Prepared) -> SyncReport:
         """Run the rest of a sync; all ranks of the group must call.
@@ -112,11 +132,17 @@ class Channel:
             PeerLost: on every surviving rank; the channel is broken.
             Abandoned: a rank had closed the channel; nothing was done.
         """
+        sync = Sync(self.parts, prepared)
+        report = self._meet(sync, sync.run)
+        _log.info("%s", report)
+        return report
+
+    def _meet(self, sync: Sync, call: Callable[[], _T]) -> _T:
+        """Run a meeting of all ranks, and see to what it leaves behind."""
         if self.broken is not None:
             raise ChannelClosed(f"the channel is closed: {self.broken}", fix="call again; a new channel opens")
-        sync = Sync(self.parts, prepared)
         try:
-            report = sync.run()
+            report = call()
         except Agreed as agreed:
             if isinstance(agreed.error, PeerLost):  # of something else; but whoever gets one takes the channel for broken
                 raise self._break(agreed.error) from agreed.error
@@ -136,7 +162,6 @@ class Channel:
         finally:
             self._forget()
         self.in_step = True
-        _log.info("%s", report)
         return report
 
     def abort(self, error: BaseException | None = None) -> None:
@@ -155,7 +180,14 @@ class Channel:
             return REASONS.index("mode")
         return REASONS.index("anchor") if anchor is not None and chain.deltas >= anchor else 0
 
-    def _row(self, error: Exception | None, version: int | None, reason: int) -> ControlRow:
+    def _seed_reason(self, asked: bool) -> int:
+        """Return why this receiver is to be seeded, as a number of `SEED_REASONS`; 0 if its version tells all there is to say."""
+        receiver = self.parts.receiver
+        if receiver is None or (receiver.chain.version != NONE and not asked):
+            return 0
+        return receiver.chain.seed_reason if receiver.chain.version == NONE else ASKED
+
+    def _row(self, error: Exception | None, version: int | None, reason: int, asked: bool) -> ControlRow:
         source, receiver = self.parts.source, self.parts.receiver
         return ControlRow(
             failed=int(error is not None), is_source=int(source is not None), is_receiver=int(receiver is not None),
@@ -163,7 +195,7 @@ class Channel:
             receiver_version=receiver.chain.version if receiver else NONE, receiver_stream=receiver.chain.stream if receiver else 0,
             newest=max(state.chain.newest for state in (source, receiver) if state is not None),
             broken_off=int(source is not None and source.chain.broken_off),
-            seed_reason=receiver.chain.seed_reason if receiver is not None and receiver.chain.version == NONE else 0,
+            seed_reason=self._seed_reason(asked),
             wanted=version if error is None and version is not None else NONE, full=int(reason > 0), reason=reason,
             proposal=secrets.randbits(62) + 1, changed=source.changed if source else 0,
         )  # fmt: skip

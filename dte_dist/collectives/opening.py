@@ -26,6 +26,7 @@ from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
 from dte_dist.collectives.sync import Parts
+from dte_dist.collectives.verification import Verifier
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
 from dte_dist.errors import LayoutMismatch, PeerLost
@@ -127,7 +128,10 @@ class _Opening:
             lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
             lambda: Plan.of(model, root),
         )
-        parts = Parts(agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), speed)
+        parts = Parts(
+            agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), speed,
+            Verifier(model, self.wires[0], source, receiver), self.options.verify_interval,
+        )  # fmt: skip
         return Channel(self.options, parts, LossBoard(self.membership), self.wires, frozenset(mine.devices))
 
     def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Wire | None:

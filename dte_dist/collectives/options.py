@@ -41,6 +41,7 @@ class CallOptions(TypedDict, total=False):
     rename: Rename
     detector: Detector | None
     anchor_interval: int | None
+    verify_interval: int | None
     bucket_bytes: int
     timeout: timedelta | float
     route: RouteOption
@@ -91,7 +92,7 @@ class Options:
 
     Attributes:
         sources: group ranks as said by the caller, first the root; None for the default.
-        bucket_bytes, anchor_interval, timeout: compared between ranks when the channel opens.
+        bucket_bytes, anchor_interval, verify_interval, timeout: compared between ranks when the channel opens.
         wire_dtype, select, rename: each rank's own; their effect is compared.
         into: what this rank receives into, if not the module.
     """
@@ -99,6 +100,7 @@ class Options:
     sources: tuple[int, ...] | None = None
     bucket_bytes: int = 16 << 20
     anchor_interval: int | None = None
+    verify_interval: int | None = None
     timeout: timedelta = timedelta(minutes=10)
     wire_dtype: WireDtype | None = None
     select: Select = None
@@ -111,14 +113,17 @@ class Options:
             "src": None if self.sources is None else list(self.sources),
             "bucket_bytes": self.bucket_bytes,
             "anchor_interval": self.anchor_interval,
+            "verify_interval": self.verify_interval,
             "timeout": self.timeout.total_seconds(),
         }
 
     def __post_init__(self) -> None:
         if not isinstance(self.bucket_bytes, int) or not 64 <= self.bucket_bytes <= 1 << 30:
             raise ValueError(f"bucket_bytes must be between 64 and 2^30, got {self.bucket_bytes!r}")
-        if self.anchor_interval is not None and (not isinstance(self.anchor_interval, int) or self.anchor_interval < 1):
-            raise ValueError(f"anchor_interval must be a positive number of deltas or None, got {self.anchor_interval!r}")
+        for name, what in (("anchor_interval", "deltas"), ("verify_interval", "versions")):
+            every = getattr(self, name)
+            if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+                raise ValueError(f"{name} must be a positive number of {what} or None, got {every!r}")
         if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {self.timeout!r}")
         known = self.wire_dtype in (None, "receiver") if isinstance(self.wire_dtype, str | None) else (

@@ -23,8 +23,9 @@ from dte_dist.collectives.exclusive import exclusive
 from dte_dist.collectives.opening import Model, open_channel
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.work import THREAD_NAME
+from dte_dist.engine.control import INVALIDATED
 
-__all__ = ["close", "find_or_open", "is_in_use"]
+__all__ = ["close", "find", "find_or_open", "invalidate", "is_in_use"]
 
 _EXIT_PATIENCE = 20.0
 _PID = os.getpid()
@@ -59,6 +60,11 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
     return mine[group]
 
 
+def find(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
+    """Return the open channel of (module, group), None if there is none."""
+    return _channels.get(module, {}).get(group)
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Let the garbage collector rest: opening makes many objects that stay, and it would walk all of a large process for them."""
@@ -73,7 +79,7 @@ def _no_collection() -> Iterator[None]:
 
 def is_in_use(group: dist.ProcessGroup) -> bool:
     """Return whether this rank has an open channel over a group."""
-    return any(group in mine for mine in _channels.values())
+    return any(group in mine for mine in list(_channels.values()))
 
 
 def _at_exit() -> None:
@@ -104,6 +110,34 @@ def _is_gone(group: dist.ProcessGroup) -> bool:
         return dist.get_rank(group) < 0
     except (ValueError, RuntimeError):
         return True
+
+
+def invalidate(module: Model, group: dist.ProcessGroup | None = None) -> None:
+    """Say that this rank's live copy is not what its channels believe it to be: the next sync seeds this rank, and says so.
+
+    Local and cheap; no other rank needs to call. It is for writes that move no version counter, which are not noticed: `param.data.copy_`,
+    as inference engines load weights, numpy, memory that was discarded and mapped again (sleep and wake-up of an engine).
+
+    Args:
+        module: that receives: the module passed to `delta_broadcast` on a mere receiver, or its `into=`.
+        group: only what this group's channel holds; None is all groups.
+
+    Raises:
+        ValueError: this rank only sends the module, so there is no copy to distrust.
+
+    Example:
+        >>> dte_dist.invalidate(rollout_module)
+        >>> report = dte_dist.delta_broadcast(rollout_module, group)  # on all ranks
+    """
+    with exclusive(module):
+        running.join(module)
+        channels = [channel for other, channel in _channels.get(module, {}).items() if group in (None, other)]
+        chains = [channel.parts.receiver.chain for channel in channels if channel.parts.receiver is not None]
+        chains = chains or kept.chains_of(module)
+        if channels and not chains:
+            raise ValueError("this rank only sends this module: invalidate is for the module that receives, on its own rank")
+        for chain in chains:
+            chain.distrust(INVALIDATED)
 
 
 def close(module: Model, group: dist.ProcessGroup | None = None) -> None:

@@ -12,10 +12,13 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 5.   Apply and commit: receivers write what is staged, sources move their snapshot.
 6. o Seed, if a receiver has no version (the first sync, a dirty or a new receiver): the snapshot itself, straight into place.
 7. o Acknowledge: a receiver that failed while writing is known to all, marked dirty, and is seeded by the next sync.
+8. o Verify, at every k-th version if the caller asked for it: digests of all copies are compared (`collectives.verification`).
+     `dte_dist.verify` is phases 2 and 8 alone.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,19 +31,22 @@ from torch import Tensor
 from dte_dist.collectives.agreement import Agreement
 from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
+from dte_dist.collectives.verification import Verifier
 from dte_dist.engine.chain import NONE, Step
-from dte_dist.engine.control import ControlRow, Decision, decide
+from dte_dist.engine.control import CALLS, ControlRow, Decision, decide, held
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState, most_size
 from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch
 from dte_dist.plan.transfer import ROUTES
-from dte_dist.report import Phases, SyncReport
+from dte_dist.report import Phases, SyncReport, VerifyReport
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.speed import LinkSpeed
 from dte_dist.transport.together import agreed, error_of, or_error, raise_if_any, raise_together
 
 __all__ = ["INLINE", "Parts", "Prepared", "Sync"]
+
+_log = logging.getLogger(__name__)
 
 INLINE: Final = 128
 """Sizes of frames that a control row has room for; more take a row of their own."""
@@ -57,6 +63,8 @@ class Parts:
         source, receiver: what this rank is; may be both.
         letters: the room for small deltas in control rows.
         speed: of the links.
+        verifier: compares digests.
+        verify_interval: after so many versions; None for never.
     """
 
     agreement: Agreement
@@ -66,6 +74,8 @@ class Parts:
     receiver: ReceiverState | None
     letters: Letters
     speed: LinkSpeed
+    verifier: Verifier
+    verify_interval: int | None = None
 
 
 @dataclass(slots=True)
@@ -78,6 +88,7 @@ class Prepared:
         phases: seconds so far.
         begin: when the call began, `time.perf_counter`.
         chosen: the route that frames take.
+        background: whether the caller goes on meanwhile, so that the live tensors of sources may move.
     """
 
     row: ControlRow
@@ -85,6 +96,7 @@ class Prepared:
     phases: Phases
     begin: float
     chosen: Chosen
+    background: bool = False
 
 
 class Sync:
@@ -127,7 +139,29 @@ class Sync:
         if decision.seeded:
             self._stream_seed(decision)
         self._acknowledge(decision, error)
-        return self._report(decision, rows)
+        return self._report(decision, rows, self._verify_if_due(decision))
+
+    def verify(self) -> VerifyReport:
+        """Compare what receivers hold with what sources believe; all ranks of the group must call.
+
+        Raises:
+            Agreed: with the error that every rank raises.
+            PeerLost: a peer died or did not answer.
+        """
+        rows, _ = self._exchange()
+        return self._parts.verifier.verify(*held(rows), live=True)
+
+    def _verify_if_due(self, decision: Decision) -> VerifyReport | None:
+        """Phase 8."""
+        every = self._parts.verify_interval
+        if every is None or decision.version % every:
+            return None
+        ranks = sorted([*decision.followers, *decision.seeded])
+        with self._phases("verify"):
+            report = self._parts.verifier.verify(decision.version, ranks, live=not self._prepared.background)
+        if not report.equal:
+            _log.warning("a verification found other bits: %s", report)
+        return report
 
     def _exchange(self) -> tuple[list[ControlRow], Sizes]:
         """Phase 2: return the rows of all ranks, and the sizes of the frames of all sources."""
@@ -138,7 +172,7 @@ class Sync:
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
         if any(row.failed for row in rows):
             raise_together(self._parts.control, prepared.error)
-        agreed(lambda: _check_routes(rows))
+        agreed(lambda: _check_calls(rows))
         if self._route.room > INLINE:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))
         agreed(lambda: self._check_sizes(sizes))
@@ -269,7 +303,7 @@ class Sync:
     def _is_in(self, ranks: Sequence[int]) -> bool:
         return self._parts.control.rank in ranks
 
-    def _report(self, decision: Decision, rows: Sequence[ControlRow]) -> SyncReport:
+    def _report(self, decision: Decision, rows: Sequence[ControlRow], verified: VerifyReport | None) -> SyncReport:
         model, load = self._parts.agreement.model, self._load
         base = max([decision.base] if decision.base != NONE else [row.receiver_version for row in rows if row.is_receiver])
         return SyncReport(
@@ -279,16 +313,20 @@ class Sync:
             wire_bytes=max(load.received_by(decision.followers or decision.seeded)), gather_bytes=self._gathered, dense_bytes=model.nbytes,
             busiest_bytes=load.busiest(), frames=load.frames, route=self._route.name, route_reason=self._prepared.chosen[1],
             seeded=decision.seeded, seconds=time.perf_counter() - self._prepared.begin, phases=dict(self._phases.seconds),
-            codecs=dict(self._source.codecs) if self._source is not None else {},
+            codecs=dict(self._source.codecs) if self._source is not None else {}, verified=verified,
         )  # fmt: skip
 
 
-def _check_routes(rows: Sequence[ControlRow]) -> None:
-    asked = {row.route: rank for rank, row in enumerate(rows)}
-    if len(asked) > 1:
-        said = ", ".join(f"{ROUTES[route]} on rank {rank}" for route, rank in sorted(asked.items()))
-        fix = "call the same collective, with the same route=, on every rank"
-        raise LayoutMismatch("ranks ask for different routes", ranks=sorted(asked.values()), got=said, fix=fix)
+def _check_calls(rows: Sequence[ControlRow]) -> None:
+    """Refuse to go on where ranks called different things."""
+    for asked, names, fix in (
+        ({row.call: rank for rank, row in enumerate(rows)}, CALLS, "make the same calls in the same order on every rank"),
+        ({row.route: rank for rank, row in enumerate(rows)}, ROUTES, "call the same collective, with the same route=, on every rank"),
+    ):
+        if len(asked) > 1:
+            said = ", ".join(f"{names[number]} on rank {rank}" for number, rank in sorted(asked.items()))
+            what = "ranks ask for different routes" if names is ROUTES else "ranks make different calls"
+            raise LayoutMismatch(what, ranks=sorted(asked.values()), got=said, fix=fix)
 
 
 def _as_apply_failed(error: Exception | None) -> Exception | None:

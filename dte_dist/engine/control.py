@@ -17,7 +17,8 @@ from dte_dist.engine.chain import NONE
 from dte_dist.errors import VersionError, VersionReplay
 
 __all__ = [
-    "ASKED", "DIFFERENT", "INVALIDATED", "OTHER_CHANNEL", "REASONS", "SEED_REASONS", "WRITTEN", "ControlRow", "Decision", "decide",
+    "ASKED", "CALLS", "DIFFERENT", "INVALIDATED", "OTHER_CHANNEL", "REASONS", "SEED_REASONS", "SYNC", "VERIFY", "WRITTEN", "ControlRow",
+    "Decision", "decide", "held",
 ]  # fmt: skip
 
 
@@ -41,6 +42,7 @@ class ControlRow:
         proposal: lineage to start if one is needed; that of the root is taken.
         changed: elements that the source found changed.
         route: number of the route that the caller asked for.
+        call: number of what was called, `SYNC` or `VERIFY`.
     """
 
     failed: int = 0
@@ -59,6 +61,7 @@ class ControlRow:
     proposal: int = 0
     changed: int = 0
     route: int = 0
+    call: int = 0
 
     def pack(self, sizes: Sequence[int], room: int) -> np.ndarray:
         """Return the row as int64, followed by frame sizes, padded with zeros to `room` of them."""
@@ -76,6 +79,10 @@ class ControlRow:
         return cls(*row[: cls.columns()].tolist())
 
 
+SYNC, VERIFY = range(2)
+CALLS: Final = ("a sync", "dte_dist.verify")
+"""What ranks may call on a channel."""
+
 REASONS: Final = ("", "first sync", "mode", "anchor", "no version since a sync broke off")
 """Why a source prepares a full sync."""
 
@@ -85,6 +92,13 @@ SEED_REASONS: Final = (
     'it asked for mode="full"', "a verification found other bits",
 )  # fmt: skip
 """Why a receiver gave up its version."""
+
+
+def held(rows: Sequence[ControlRow]) -> tuple[int, tuple[int, ...]]:
+    """Return the version that all sources hold, NONE if there is none, and the group ranks of the receivers that hold it too."""
+    states = {(row.source_version, row.source_stream) for row in rows if row.is_source}
+    version, stream = states.pop() if len(states) == 1 else (NONE, 0)
+    return version, tuple(rank for rank, row in enumerate(rows) if row.is_receiver and _follows(row, version, stream))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +162,7 @@ def decide(rows: Sequence[ControlRow], root: int) -> Decision:
 
 
 def _follows(row: ControlRow, base: int, stream: int) -> bool:
-    return base != NONE and row.receiver_version == base and row.receiver_stream == stream
+    return base != NONE and not row.seed_reason and row.receiver_version == base and row.receiver_stream == stream
 
 
 def _version(rows: Sequence[ControlRow], newest: int) -> int:

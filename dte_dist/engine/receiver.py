@@ -83,6 +83,11 @@ class ReceiverState:
             for width, space in self._spaces.items()
         }
 
+    def live(self) -> dict[int, FlatTensors]:
+        """Return the live tensors by width, each in the order of this receiver's space."""
+        local = self._layout.read()
+        return {width: FlatTensors.part(local, space.pieces.entry, width, space.starts) for width, space in self._spaces.items()}
+
     def take(self, frame: Tensor, expected: FrameHead) -> None:
         """Check a frame and stage it, or write it into place if it is a seed; never raises, see `error`.
 

@@ -195,6 +195,14 @@ class SourceState:
             raise RuntimeError("a source has no snapshot before its first prepare()")
         return self.snapshot
 
+    def known(self) -> Mapping[int, Tensor]:
+        """Return the bits of the snapshot by width, each in the order of this source's space."""
+        return self._known().bits
+
+    def live(self) -> dict[int, LiveSpace]:
+        """Return the live tensors by width, as they would be sent."""
+        return self._live(self._layout.read())
+
     def _live(self, local: LocalTensors) -> dict[int, LiveSpace]:
         return {
             width: LiveSpace(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width])

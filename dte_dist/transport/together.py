@@ -84,7 +84,9 @@ def error_of(call: Callable[[], object]) -> Exception | None:
     return or_error(call)[1]
 
 
-def raise_if_any(wire: Wire, error: Exception | None, said: Sequence[int] = (), *, unsaid: Exception | None = None) -> np.ndarray:
+def raise_if_any(
+    wire: Wire, error: Exception | None, said: Sequence[int] | np.ndarray = (), *, unsaid: Exception | None = None
+) -> np.ndarray:
     """Exchange a row, and raise the same error on every rank if any rank has one; all members must call.
 
     Args:

@@ -89,8 +89,8 @@ def source_breaks_off(rank: int, world: int, sources: int, method: str, number: 
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_a_commit_that_breaks_off_loses_no_bits(ranks: Ranks, sources: int) -> None:
-    """The first time that a snapshot is settled it forgets what the last sync may have left, the second time it is the commit."""
-    causes, found = zip(*ranks.run(source_breaks_off, sources, "settle", 2), strict=True)
+    """The first two times that a snapshot is settled it forgets what the last sync may have left, the third time it is the commit."""
+    causes, found = zip(*ranks.run(source_breaks_off, sources, "settle", 3), strict=True)
     (name, text), reports, bits = same(list(found))
     assert name == "ApplyFailed" and f"rank {sources - 1} of the group" in text and "OSError: the device is gone" in text
     assert causes[sources - 1] == "ApplyFailed" and {*causes[: sources - 1], *causes[sources:]} == {None}
