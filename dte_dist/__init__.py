@@ -3,6 +3,7 @@
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p, invalidate, verify
 from dte_dist.engine.delta_engine import DeltaEngine, reconstruct_against_base
+from dte_dist.engine.payload import payload_of
 from dte_dist.engine.tracker import DeltaTracker
 from dte_dist.errors import (
     ApplyFailed,
@@ -56,6 +57,7 @@ __all__ = [
     "delta_broadcast",
     "delta_p2p",
     "invalidate",
+    "payload_of",
     "reconstruct_against_base",
     "remap_delta_indices",
     "verify",

@@ -26,14 +26,13 @@ from dte_dist.collectives.work import DeltaWork
 from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport, VerifyReport
-from dte_dist.transport.base import check_timeout
+from dte_dist.transport.base import TIMEOUT
 
 __all__ = ["delta_broadcast", "delta_p2p", "verify"]
 
 Module = torch.nn.Module | Layout
 
 _BUCKET_BYTES = 16 << 20
-_TIMEOUT = timedelta(minutes=10)
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ def delta_broadcast(
     anchor_interval: int | None = None,
     verify_interval: int | None = None,
     bucket_bytes: int = _BUCKET_BYTES,
-    timeout: timedelta | float = _TIMEOUT,
+    timeout: timedelta | float = TIMEOUT,
     route: RouteOption = "broadcast",
     codec: str = "auto",
     ratio: float = 1.0,
@@ -89,8 +88,10 @@ def delta_broadcast(
         into: on a rank that is both, the module to receive into. On a mere receiver it stands for `module`.
         wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One dtype for all
             floating-point tensors, a mapping by name, a function of (name, dtype), or "receiver": whatever the receivers hold.
+            For a dtype stands its name, too: "bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "float".
             Default: the dtype of the sources.
-        select: names to sync, as fnmatch patterns or a function of the name. A receiver that passes it may hold part of the model.
+        select: names to sync, as one or several fnmatch patterns or a function of the name. A receiver that passes it may hold part
+            of the model.
         rename: function from this rank's names to the names all ranks agree on.
         detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`.
         anchor_interval: send everything after so many deltas.
@@ -248,7 +249,7 @@ def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_o
 
 
 def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Options:
-    into, timeout = said.get("into"), said.get("timeout", _TIMEOUT)
+    into = said.get("into")
     if into is not None and not isinstance(into, torch.nn.Module | Layout):
         raise ValueError(f"into= must be a torch.nn.Module or a dte_dist.Layout, got {type(into).__name__}")
     return Options(
@@ -256,7 +257,7 @@ def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Optio
         bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),
         anchor_interval=said.get("anchor_interval"),
         verify_interval=said.get("verify_interval"),
-        timeout=timeout if isinstance(timeout, timedelta) else timedelta(seconds=check_timeout(timeout)),
+        timeout=said.get("timeout", TIMEOUT),  # type: ignore[arg-type]  # it is a timedelta afterwards, however it was given
         wire_dtype=said.get("wire_dtype"),
         select=said.get("select"),
         rename=said.get("rename"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,24 @@ from dte_dist.collectives.routes import AUTO, RouteOption
 from dte_dist.layout import Layout, Manifest, Rename, Select
 from dte_dist.plan.model_map import WireTypes
 from dte_dist.plan.transfer import ROUTES
+from dte_dist.transport.base import TIMEOUT, check_timeout
 
 __all__ = ["CallOptions", "Options", "Ranks", "WireDtype", "Wishes", "group_ranks", "layout_of", "wire_types"]
 
 Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them: one, several, or those of a mesh."""
 
-WireDtype = torch.dtype | Mapping[str, torch.dtype] | Callable[[str, torch.dtype], torch.dtype] | str
+WireDtype = torch.dtype | str | Mapping[str, torch.dtype | str] | Callable[[str, torch.dtype], torch.dtype | str]
 """Dtypes on the wire as a caller names them; see `delta_broadcast`."""
+
+RECEIVER: Final = "receiver"
+"""The wire dtype that stands for whatever the receivers hold."""
+
+_DTYPES: Final = {
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+}  # fmt: skip
+"""Names that a caller may write instead of a dtype."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -92,16 +102,22 @@ class Options:
 
     Attributes:
         sources: group ranks as said by the caller, first the root; None for the default.
-        bucket_bytes, anchor_interval, verify_interval, timeout: compared between ranks when the channel opens.
-        wire_dtype, select, rename: each rank's own; their effect is compared.
+        bucket_bytes, anchor_interval, verify_interval, timeout: compared between ranks when the channel opens. A timeout may be
+            given in seconds.
+        wire_dtype, select, rename: each rank's own; their effect is compared. A dtype may be given by its name, and one pattern alone.
         into: what this rank receives into, if not the module.
+
+    However something was given, the attribute has one form: so calls that say the same thing differently say the same.
+
+    Raises:
+        ValueError: something makes no sense.
     """
 
     sources: tuple[int, ...] | None = None
     bucket_bytes: int = 16 << 20
     anchor_interval: int | None = None
     verify_interval: int | None = None
-    timeout: timedelta = timedelta(minutes=10)
+    timeout: timedelta = TIMEOUT
     wire_dtype: WireDtype | None = None
     select: Select = None
     rename: Rename = None
@@ -124,13 +140,10 @@ class Options:
             every = getattr(self, name)
             if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
                 raise ValueError(f"{name} must be a positive number of {what} or None, got {every!r}")
-        if not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0):
-            raise ValueError(f"timeout must be positive, got {self.timeout!r}")
-        known = self.wire_dtype in (None, "receiver") if isinstance(self.wire_dtype, str | None) else (
-            isinstance(self.wire_dtype, torch.dtype | Mapping) or callable(self.wire_dtype)
-        )  # fmt: skip
-        if not known:
-            raise ValueError(f'wire_dtype must be a dtype, a mapping, a function or "receiver", got {self.wire_dtype!r}')
+        set_once = partial(object.__setattr__, self)
+        set_once("timeout", timedelta(seconds=check_timeout(self.timeout)))
+        set_once("wire_dtype", _as_dtypes(self.wire_dtype))
+        set_once("select", _as_patterns(self.select))
 
     def differences(self, other: Options) -> list[str]:
         """Return the names of options in which another call differs from this one."""
@@ -151,6 +164,38 @@ def _same(a: Any, b: Any) -> bool:
 def _parts(function: Any, name: str) -> Any:
     part = getattr(function, name, None)
     return [cell.cell_contents for cell in part] if name == "__closure__" and part else part
+
+
+def _as_dtypes(option: WireDtype | None) -> WireDtype | None:
+    """Return a wire dtype as a caller gave it, with dtypes for their names.
+
+    Raises:
+        ValueError: it is of no kind that is known, or a name in it is not known.
+    """
+    if isinstance(option, str):
+        return option if option == RECEIVER else _as_dtype(option, "wire_dtype", f'"{RECEIVER}"')
+    if isinstance(option, Mapping):
+        return {name: _as_dtype(given, f"wire_dtype for {name!r}") for name, given in option.items()}
+    if option is None or isinstance(option, torch.dtype) or callable(option):
+        return option
+    raise ValueError(f'wire_dtype must be a dtype or its name, a mapping, a function or "{RECEIVER}", got {option!r}')
+
+
+def _as_dtype(given: Any, what: str, *others: str) -> torch.dtype:
+    """Return a dtype that a caller gave, or named."""
+    if isinstance(given, torch.dtype):
+        return given
+    if isinstance(given, str) and given in _DTYPES:
+        return _DTYPES[given]
+    raise ValueError(f"{what} must be a torch.dtype or one of {', '.join((*map(repr, _DTYPES), *others))}, got {given!r}")
+
+
+def _as_patterns(select: Select) -> Select:
+    """Return patterns in one order, each once: any may match. What is no patterns is refused where it is used."""
+    if callable(select) or not isinstance(select, Iterable):
+        return select
+    patterns = (select,) if isinstance(select, str) else tuple(select)
+    return tuple(sorted(set(patterns))) if all(isinstance(pattern, str) for pattern in patterns) else patterns
 
 
 def group_ranks(src: Ranks | None, group_src: Ranks | None, group: dist.ProcessGroup) -> tuple[int, ...] | None:
@@ -192,6 +237,7 @@ def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
         >>> wire_types(torch.bfloat16, Layout.from_tensors({"w": torch.zeros(2)}).manifest)
         {'w': 'bfloat16'}
     """
+    option = _as_dtypes(option)
     if option is None or isinstance(option, str):
         return None if option is None else "receiver"
     chosen: dict[str, str] = {}
@@ -200,11 +246,9 @@ def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
         if isinstance(option, torch.dtype):
             dtype = option if own.is_floating_point else own
         elif isinstance(option, Mapping):
-            dtype = option.get(entry.name, own)
+            dtype = _as_dtype(option.get(entry.name, own), f"wire_dtype for {entry.name!r}")
         else:
-            dtype = option(entry.name, own)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"wire_dtype must give a torch.dtype for {entry.name!r}, got {dtype!r}")
+            dtype = _as_dtype(option(entry.name, own), f"wire_dtype for {entry.name!r}")
         if dtype != own:
             chosen[entry.name] = str(dtype).removeprefix("torch.")
     return chosen

@@ -84,7 +84,7 @@ class DeltaWork(dist.Work):
             DeltaError: the sync failed; the same on every rank.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self._done.wait(seconds):
+        if not self._done.wait(min(seconds, threading.TIMEOUT_MAX) if seconds is not None else None):
             raise TimeoutError(f"the sync has not ended after {seconds} s; it goes on, wait again")
         if self._error is not None:
             raise self._error

@@ -5,7 +5,8 @@ one object in one process, or many on many machines. An engine is used by one th
 
 1. `push` finds what changed since the version pushed last (`engine.tracker`), gives it to the transport, and only then moves on.
 2. `pull` waits for the payload of every sender that this rank needs, and checks each by itself, against the version held, and against
-   the targets (`engine.ends`).
+   the targets (`engine.ends`). A delta must start from the version held, and from the same lineage where both are known: a `Payload`
+   made of the bare tensors of a Delta Transfer Engine has none, and goes by its version alone.
 3. Only if all of them are sound it writes. A receiver that fails while writing, or whose targets somebody else wrote to, has no
    version; full payloads of all its senders give it one again.
 """
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -24,13 +26,13 @@ from torch import Tensor
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.ends import Ends, Given, WholeEnds
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
-from dte_dist.engine.payload import Change, apply_changes, read_payload
+from dte_dist.engine.payload import Change, apply_changes, check_version, read_payload
 from dte_dist.engine.shared import SharedEnds
-from dte_dist.engine.tracker import DeltaTracker, check_version
+from dte_dist.engine.tracker import DeltaTracker
 from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.layout import refuse_overlaps
 from dte_dist.plan import Plan
-from dte_dist.transport.base import Payload, Transport, check_timeout
+from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 
 __all__ = ["DeltaEngine", "Staged", "reconstruct_against_base"]
 
@@ -80,7 +82,9 @@ class DeltaEngine:
         mode: "delta", or "full" to send everything at every push.
         anchor_interval: send everything after so many deltas; None for never.
         ratio: when a tensor is sent in part, see `DeltaTracker`.
-        timeout: seconds that a push or a pull may wait for the transport.
+        timeout: seconds, or a timedelta, that a push or a pull may wait for the transport.
+        header: give full payloads a header, too. Pass False where the receivers are those of a Delta Transfer Engine, which takes
+            whatever has a header for a delta; receivers of this class read both. See `DeltaTracker`.
 
     Raises:
         ValueError: an option is wrong.
@@ -118,7 +122,8 @@ class DeltaEngine:
         mode: Literal["delta", "full"] = "delta",
         anchor_interval: int | None = None,
         ratio: float = 1.0,
-        timeout: float = 300.0,
+        timeout: timedelta | float = TIMEOUT,
+        header: bool = True,
     ) -> None:
         if not isinstance(transport, Transport):
             raise ValueError(f"transport is a Transport, not a {type(transport).__name__}")
@@ -130,7 +135,7 @@ class DeltaEngine:
         self._transport, self._mode, self._anchor = transport, mode, anchor_interval
         self._timeout = check_timeout(timeout)
         self._ends = _ends(plan, rank)
-        self.tracker = DeltaTracker(ratio=ratio, keep=mode == "delta")
+        self.tracker = DeltaTracker(ratio=ratio, keep=mode == "delta", header=header)
         self._copy = _Copy()
 
     @property
@@ -340,7 +345,9 @@ def _check_chain(payload: Payload, copy: _Copy) -> None:
         fault = VersionRestart, "a delta comes from another run, or from before a push that broke off"
     if fault is not None:
         kind, what = fault
-        fix = "drop it" if kind is VersionReplay else "make a new engine, or push a full version above the one held"
+        fix = "make a new engine, or push a full version above the one held"
+        if kind is VersionReplay:  # of a sender that tells no lineage, a new run looks like an old version
+            fix = "drop it" if payload.lineage else f"drop it; if its sender started anew, {fix}"
         got = f"{'full' if payload.full else payload.base_version} -> {payload.version}"
         ranks = [payload.sender] if payload.plan else None
         raise kind(what, ranks=ranks, expected=f"from {held} on", got=got, fix=_IN_FULL if kind is VersionGap else fix)

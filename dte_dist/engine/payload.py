@@ -2,13 +2,18 @@
 
 | name | tensor |
 |---|---|
-| `__awex_delta_header__` | int64[6]: magic 0x41574558, codec 1, version, base version (-1 if full), sparse count, dense count |
+| `__awex_delta_header__` | int64[6]: magic 0x41574558, codec 1, version, base version, sparse count, dense count |
 | `w@delta_idx` | flat row-major positions in `w`, strictly ascending; int32, or int64 if `w` has more than 2^31 elements |
 | `w@delta_val` | the new values at these positions, in the dtype of `w` |
 | `w` | all of `w`, instead of the pair |
 
 A tensor that did not change is left out. A sender that is one of several sends its share (`engine.shared`): `w@delta_idx` still
 counts in all of `w`, and a whole `w` is all that the sender holds of it.
+
+A full payload has every tensor, whole. In the Delta Transfer Engine it has no header, which is how its receivers tell it from a delta; they
+take its version from the caller. Here it has one, too, with base version -1, unless the sender asks for none; without one, the
+`Payload` around the tensors says the version. Both kinds are read. The numbers of lineages (`Payload.lineage`) are in no tensor: they
+travel beside the payload where the transport carries them, and count as not known where it does not.
 
 Nothing that is read is believed: `read_payload` checks what a payload says about itself, `check_changes` what it says about the
 tensors it will be written to; only then does `apply_changes` write.
@@ -28,13 +33,13 @@ from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.named import named, refuse_difference, slots_of
-from dte_dist.errors import FrameError, LayoutMismatch
+from dte_dist.errors import FrameError, LayoutMismatch, VersionError
 from dte_dist.layout import one_device
 from dte_dist.transport.base import Payload
 
 __all__ = [
-    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "flat_bits", "index_dtype",
-    "last_positions", "payload_of", "read_payload", "refuse_reserved", "write_changes", "write_payload",
+    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "check_version", "flat_bits",
+    "index_dtype", "last_positions", "payload_of", "read_payload", "refuse_reserved", "write_changes", "write_payload",
 ]  # fmt: skip
 
 HEADER: Final = "__awex_delta_header__"
@@ -92,7 +97,22 @@ def refuse_reserved(names: Iterable[str]) -> None:
             raise LayoutMismatch("the name is reserved in payloads", slot=name, fix="give the tensor another name")
 
 
-def write_payload(version: int, base: int, changes: Sequence[Change], *, lineage: int = 0, base_lineage: int = 0) -> Payload:
+def check_version(version: int) -> None:
+    """Check that a number can be a version.
+
+    Raises:
+        ValueError: it is no int, or negative.
+        VersionError: it is too large.
+    """
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ValueError(f"a version is an int of at least 0, not {version!r}")
+    if version >= 1 << 62:
+        raise VersionError("the version does not fit", expected="< 2^62", got=version, fix="count versions from 1")
+
+
+def write_payload(
+    version: int, base: int, changes: Sequence[Change], *, lineage: int = 0, base_lineage: int = 0, header: bool = True
+) -> Payload:
     """Write changes as a payload, which takes over their tensors.
 
     Args:
@@ -100,14 +120,16 @@ def write_payload(version: int, base: int, changes: Sequence[Change], *, lineage
         base: version that it starts from, -1 for a full one.
         changes: all tensors, whole, for a full one.
         lineage, base_lineage: see `Payload`.
+        header: whether a full payload has a header; a delta has one in any case.
 
     Example:
-        >>> sorted(write_payload(1, -1, [Change("w", None, torch.zeros(2))]).tensors)
-        ['__awex_delta_header__', 'w']
+        >>> changes = [Change("w", None, torch.zeros(2))]
+        >>> [sorted(write_payload(1, -1, changes, header=header).tensors) for header in (True, False)]
+        [['__awex_delta_header__', 'w'], ['w']]
     """
     sparse = sum(change.positions is not None for change in changes)
     counts = (MAGIC, CODEC, version, base, sparse, len(changes) - sparse)
-    tensors = {HEADER: torch.tensor(counts, dtype=torch.int64, device="cpu")}
+    tensors = {HEADER: torch.tensor(counts, dtype=torch.int64, device="cpu")} if header or base != NONE else {}
     for change in changes:
         if change.positions is None:
             tensors[change.name] = change.values
@@ -116,18 +138,41 @@ def write_payload(version: int, base: int, changes: Sequence[Change], *, lineage
     return Payload(version, base, base == NONE, MappingProxyType(tensors), lineage, base_lineage)
 
 
-def payload_of(tensors: Mapping[str, Tensor], *, lineage: int = 0, base_lineage: int = 0) -> Payload:
-    """Return the payload that is made of these tensors, going by their header alone.
+def payload_of(
+    tensors: Mapping[str, Tensor], version: int | None = None, *, lineage: int = 0, base_lineage: int = 0
+) -> Payload:
+    """Return the payload that is made of these tensors, as they come from a Delta Transfer Engine or from `Payload.tensors`.
+
+    Nothing but the header is looked at; the rest is checked where the payload is read. It is for a `Transport` that
+    carries bare named tensors.
+
+    Args:
+        tensors: by name, with a header; without one they are a full payload.
+        version: that the payload makes. Needed where there is no header, compared with it where there is one.
+        lineage, base_lineage: see `Payload`, if they are known.
 
     Raises:
-        FrameError: there is no sound header.
+        FrameError: the header is not sound, or of another version; or there is none, and no `version`.
+        ValueError, VersionError: `version` is no version.
 
     Example:
-        >>> payload_of(write_payload(3, 2, []).tensors).base_version
-        2
+        >>> full, header = payload_of({"w": torch.zeros(2)}, version=2), torch.tensor([0x41574558, 1, 3, 2, 0, 0])
+        >>> delta = payload_of({"__awex_delta_header__": header})
+        >>> full.full, full.version, delta.full, delta.base_version, delta.version
+        (True, 2, False, 2, 3)
     """
-    version, base = _header(tensors)[2:4]
-    return Payload(version, base, base == NONE, tensors, lineage, base_lineage)
+    if version is not None:
+        check_version(version)
+    if HEADER in tensors:
+        said, base = _header(tensors)[2:4]
+    elif version is None:
+        what, expected = "a payload without a header is a full one, and does not say its version", "version="
+        raise FrameError(what, expected=expected, got="none", fix="pass version=, the number that its sender gave it")
+    else:
+        said, base = version, NONE
+    if version not in (None, said):
+        raise FrameError("a payload makes another version", slot=HEADER, expected=version, got=said, fix="ask for the version it makes")
+    return Payload(said, base, base == NONE, tensors, lineage, base_lineage)
 
 
 def read_payload(payload: Payload) -> tuple[Change, ...]:
@@ -140,6 +185,8 @@ def read_payload(payload: Payload) -> tuple[Change, ...]:
         FrameError: something in it is not sound; names it.
         LayoutMismatch: a tensor in it is not one array of elements; names it.
     """
+    if HEADER not in payload.tensors:
+        return _read_bare(payload)
     _, _, version, base, sparse, dense = _header(payload.tensors)
     said = (payload.version, payload.base_version, payload.full)
     if said != (version, base, base == NONE):
@@ -154,12 +201,23 @@ def read_payload(payload: Payload) -> tuple[Change, ...]:
     return changes
 
 
+def _read_bare(payload: Payload) -> tuple[Change, ...]:
+    """Read a payload that has no header: it can only be a full one, in which all tensors are whole."""
+    said = (payload.full, payload.base_version)
+    if said != (True, NONE):
+        raise _bad("a payload without a header is a full one", HEADER, f"full, base {(True, NONE)}, or a header", said)
+    for name in payload.tensors:
+        if isinstance(name, str) and name.endswith((INDEX, VALUE)):
+            raise _bad("a payload without a header is a full one, and this is part of a delta", name, "a whole tensor, or a header", name)
+    return _collect(payload.tensors)
+
+
 def _header(tensors: Mapping[str, Tensor]) -> list[int]:
     """Return the six numbers of the header, having checked each by itself."""
     header = tensors.get(HEADER)
     if not isinstance(header, Tensor) or header.dtype is not torch.int64 or tuple(header.shape) != (6,):
         got = f"{header.dtype}{list(header.shape)}" if isinstance(header, Tensor) else type(header).__name__
-        raise _bad("a payload has no header", HEADER, "int64[6]", got)
+        raise _bad("the header of a payload is none", HEADER, "int64[6]", got)
     said: list[int] = named({HEADER: header})[HEADER].tolist()
     _, _, version, base, *counts = said
     lows = (MAGIC, CODEC, max(base + 1, 0), NONE, 0, 0)

@@ -17,13 +17,13 @@ from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
-from dte_dist.engine.payload import Change, flat_bits, index_dtype, refuse_reserved, write_payload
-from dte_dist.errors import VersionError, VersionReplay
+from dte_dist.engine.payload import Change, check_version, flat_bits, index_dtype, refuse_reserved, write_payload
+from dte_dist.errors import VersionReplay
 from dte_dist.layout import one_device
 from dte_dist.plan.schedule import SEGMENT
 from dte_dist.transport.base import Payload
 
-__all__ = ["DeltaTracker", "check_version"]
+__all__ = ["DeltaTracker"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,9 +51,11 @@ class DeltaTracker:
     Args:
         ratio: a tensor of n elements of s bytes, k of them changed, is sent in part if k * (4 + s) <= ratio * n * s.
         keep: keep a copy of all bits; without it every payload is full.
+        header: give full payloads a header, too. False writes them as the Delta Transfer Engine does, whose receivers take whatever has a
+            header for a delta; what the header says is then known only from the `Payload`.
 
     Raises:
-        ValueError: `ratio` is negative or no number.
+        ValueError: `ratio` is negative or no number, or `header` is neither True nor False.
 
     Example:
         >>> tracker, weights = DeltaTracker(), {"w": torch.zeros(1000)}
@@ -64,10 +66,12 @@ class DeltaTracker:
         [7]
     """
 
-    def __init__(self, *, ratio: float = 1.0, keep: bool = True) -> None:
+    def __init__(self, *, ratio: float = 1.0, keep: bool = True, header: bool = True) -> None:
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < float("inf"):
             raise ValueError(f"ratio is a number of at least 0, not {ratio!r}")
-        self._ratio, self._keep = ratio, keep
+        if not isinstance(header, bool):
+            raise ValueError(f"header is True or False, not {header!r}")
+        self._ratio, self._keep, self._header = ratio, keep, header
         self._chain = Chain(stream=_draw())
         self._snapshot: Snapshot | None = None
         self._slots: Slots = {}
@@ -120,7 +124,7 @@ class DeltaTracker:
         chain = self._chain
         lineage = _draw() if chain.broken_off else chain.stream
         base, base_lineage = (NONE, 0) if full else (chain.version, chain.stream)
-        return write_payload(version, base, changes, lineage=lineage, base_lineage=base_lineage)
+        return write_payload(version, base, changes, lineage=lineage, base_lineage=base_lineage, header=self._header)
 
     def commit(self) -> None:
         """Move to the version of the last `diff`, whose payload was sent.
@@ -216,19 +220,6 @@ def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Change:
         return Change(name, None, tensor.detach().reshape(-1).to(dtype).view(tensor.shape))
     bits = tensor.detach().view(BITS[tensor.element_size()])
     return Change(name, None, bits.clone(memory_format=torch.contiguous_format).view(dtype))
-
-
-def check_version(version: int) -> None:
-    """Check that a number can be a version.
-
-    Raises:
-        ValueError: it is no int, or negative.
-        VersionError: it is too large.
-    """
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise ValueError(f"a version is an int of at least 0, not {version!r}")
-    if version >= 1 << 62:
-        raise VersionError("the version does not fit", expected="< 2^62", got=version, fix="count versions from 1")
 
 
 def _draw() -> int:

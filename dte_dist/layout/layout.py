@@ -73,7 +73,7 @@ class Layout:
 
         Args:
             module: any module, wrapped or not; its tensors may be plain or DTensors.
-            select: predicate on canonical names, or fnmatch patterns; None for all.
+            select: predicate on canonical names, or one or several fnmatch patterns; None for all.
             rename: from canonical names to the names that all ranks agree on.
 
         Raises:

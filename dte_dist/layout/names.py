@@ -18,8 +18,8 @@ from dte_dist.errors import LayoutMismatch
 
 __all__ = ["WRAPPERS", "NameRule", "Rename", "Select", "canonical_name", "refuse_duplicates"]
 
-Select = Callable[[str], bool] | Sequence[str] | None
-"""Which slots take part: a predicate on the canonical name, or fnmatch patterns of which one must match."""
+Select = Callable[[str], bool] | str | Sequence[str] | None
+"""Which slots take part: a predicate on the canonical name, or one or several fnmatch patterns of which one must match."""
 
 Rename = Callable[[str], str] | None
 """From the canonical name to the name that both sides agree on."""
@@ -57,7 +57,7 @@ class NameRule:
         """Build a rule from what a user gave.
 
         Raises:
-            ValueError: `select` is neither a predicate nor a list of patterns, or `rename` cannot be called.
+            ValueError: `select` is neither a predicate nor patterns, or `rename` cannot be called.
         """
         if rename is not None and not callable(rename):
             raise ValueError(f"rename must be a callable from name to name, not {type(rename).__name__}")
@@ -94,9 +94,10 @@ def _predicate(select: Select) -> Callable[[str], bool]:
         return _always
     if callable(select):
         return select
-    if isinstance(select, str) or not all(isinstance(pattern, str) for pattern in select):
-        raise ValueError(f"select must be a callable or a list of patterns such as ['layers.*'], not {select!r}")
-    matches = re.compile("|".join(map(translate, select)) or r"(?!)").match
+    patterns = (select,) if isinstance(select, str) else tuple(select) if isinstance(select, Iterable) else (select,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"select must be a callable, a pattern such as 'layers.*' or a list of patterns, not {select!r}")
+    matches = re.compile("|".join(map(translate, patterns)) or r"(?!)").match
     return lambda name: matches(name) is not None
 
 

@@ -5,14 +5,24 @@ A transport moves whole payloads and never looks into them. `engine.payload` say
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
 
 from torch import Tensor
 
-__all__ = ["Payload", "Transport", "check_timeout"]
+__all__ = ["TIMEOUT", "Payload", "Transport", "check_timeout"]
+
+TIMEOUT: Final = timedelta(minutes=10)
+"""How long any one wait for another rank may take, unless the caller says otherwise."""
+
+_SHORTEST: Final = 1e-3
+"""Seconds; torch counts a timeout in whole milliseconds, and to it none at all means to wait for ever."""
+
+_LONGEST: Final = 1e9
+"""Seconds; past 292 years the nanoseconds of a deadline no longer fit the integers that torch counts them in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +33,8 @@ class Payload:
         version: that it makes.
         base_version: that it starts from; -1 if it is full.
         full: every tensor is there, whole.
-        tensors: a header and, by name, whole tensors or pairs of positions and values; see `engine.payload`.
+        tensors: by name, whole tensors or pairs of positions and values, and a header, which a full payload may lack; see
+            `engine.payload`.
         lineage: random number of the run that holds `version`, 0 if not known; receivers tell a restart by it.
         base_lineage: the same of `base_version`; it differs where a push in between may or may not have arrived.
         sender: rank of the sender in the plan; 0 if there is no plan.
@@ -107,16 +118,20 @@ class Transport(ABC):
         """Let go of everything; whoever waits gets a `ChannelClosed`. May be called twice."""
 
 
-def check_timeout(timeout: float) -> float:
-    """Return a timeout that is a positive number of seconds.
+def check_timeout(timeout: timedelta | float) -> float:
+    """Return a timeout in seconds.
+
+    Args:
+        timeout: seconds or a timedelta, from a millisecond to 10^9 seconds (31 years).
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is something else.
 
     Example:
-        >>> check_timeout(3)
-        3.0
+        >>> check_timeout(3), check_timeout(timedelta(minutes=2))
+        (3.0, 120.0)
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is a positive number of seconds, not {timeout!r}")
-    return float(timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not _SHORTEST <= seconds <= _LONGEST:
+        raise ValueError(f"timeout is a timedelta or a number of seconds, from 0.001 to 10^9, not {timeout!r}")
+    return float(seconds)

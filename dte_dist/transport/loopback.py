@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
+from datetime import timedelta
 
 from dte_dist.errors import ChannelClosed, PeerLost, VersionGap
 from dte_dist.transport.base import Payload, Transport, check_timeout
 
 __all__ = ["LoopbackTransport"]
-
-_LONGEST: Final = threading.TIMEOUT_MAX
 
 
 class LoopbackTransport(Transport):
@@ -40,7 +38,7 @@ class LoopbackTransport(Transport):
         self._closed = False
         self._moved = threading.Condition()
 
-    def send(self, payload: Payload, *, timeout: float) -> None:
+    def send(self, payload: Payload, *, timeout: timedelta | float) -> None:
         """Keep a payload for receivers, and drop the sender's oldest if there is no room; never waits."""
         check_timeout(timeout)
         with self._moved:
@@ -53,9 +51,9 @@ class LoopbackTransport(Transport):
                 del kept[next(iter(kept))]
             self._moved.notify_all()
 
-    def receive(self, version: int, *, sender: int = 0, timeout: float) -> Payload:
+    def receive(self, version: int, *, sender: int = 0, timeout: timedelta | float) -> Payload:
         """Return the payload of a sender that makes `version`, waiting for it if the sender has not come so far."""
-        seconds = min(check_timeout(timeout), _LONGEST)
+        seconds = check_timeout(timeout)
         with self._moved:
             came = self._moved.wait_for(lambda: self._is_settled(version, sender), seconds)
             self._refuse_closed()
@@ -66,7 +64,7 @@ class LoopbackTransport(Transport):
         if came:
             fix = "pull every version, keep a longer history, or push a full one"
             raise VersionGap("a version is not kept, or was never sent", ranks=[sender], expected=f"v{version}", got=got, fix=fix)
-        expected = f"v{version} in {timeout} s"
+        expected = f"v{version} in {seconds:g} s"
         raise PeerLost("a version did not come in time", ranks=[sender], expected=expected, got=got, fix="look after the sender")
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ from dte_dist import kernels
 from dte_dist.change.flat import BITS
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap
 from dte_dist.plan.transfer import Plan
-from dte_dist.transport.base import Payload, Transport, check_timeout
+from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Packed, piece_sizes
@@ -71,7 +71,7 @@ class ProcessGroupTransport(Transport):
         group: process group, None for the world.
         src: group rank of the one sender, 0 if nothing is given; all other members receive.
         plan: for several senders: who sends to whom, in group ranks; each payload goes only to the ranks that need it.
-        timeout: seconds that any wait for another rank may take; `send` and `receive` may ask for less.
+        timeout: seconds, or a timedelta, that any wait for another rank may take; `send` and `receive` may ask for less.
 
     Raises:
         ValueError, LayoutMismatch: on all ranks, if a call makes no sense or the ranks do not agree.
@@ -87,10 +87,11 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, src: int | None = None, plan: Plan | None = None, timeout: float = 600.0
-    ) -> None:
+        self, group: dist.ProcessGroup | None = None, *, src: int | None = None, plan: Plan | None = None,
+        timeout: timedelta | float = TIMEOUT,
+    ) -> None:  # fmt: skip
         patience, error = or_error(lambda: check_timeout(timeout))
-        self._patience = patience or 600.0
+        self._patience = patience or check_timeout(TIMEOUT)
         membership = Membership.join(group, timedelta(seconds=self._patience))
         self._rank, self._board, self._pid = membership.rank, LossBoard(membership), os.getpid()
         self._wires: list[Wire] = []
@@ -129,7 +130,7 @@ class ProcessGroupTransport(Transport):
         self._wires.append(Wire(name, members, membership, backend))
         return self._wires[-1]
 
-    def send(self, payload: Payload, *, timeout: float) -> None:
+    def send(self, payload: Payload, *, timeout: timedelta | float) -> None:
         """Send this rank's payload to all ranks that need it, and wait until they have it.
 
         Raises:
@@ -147,13 +148,13 @@ class ProcessGroupTransport(Transport):
             self._meet(version, payload, None, timeout)
         self._own = payload
 
-    def receive(self, version: int, *, sender: int = 0, timeout: float) -> Payload:
+    def receive(self, version: int, *, sender: int = 0, timeout: timedelta | float) -> Payload:
         """Return the payload of a sender, once; the first call for a version waits for all senders that this rank needs.
 
         Args:
             version: that is being sent.
             sender: group rank; without a plan, where there is one sender, it is not looked at.
-            timeout: seconds.
+            timeout: seconds, or a timedelta.
 
         Raises:
             VersionError, FrameError, ValueError, SyncFailed: on all ranks; nobody has got anything.
@@ -172,7 +173,7 @@ class ProcessGroupTransport(Transport):
         self._meet(version, None, None, timeout)
         return self._kept.pop(source)
 
-    def fail(self, error: Exception, *, timeout: float) -> None:
+    def fail(self, error: Exception, *, timeout: timedelta | float) -> None:
         """Meet the others, who are waiting, with an error; all ranks raise it.
 
         Raises:
@@ -220,13 +221,13 @@ class ProcessGroupTransport(Transport):
         self._own = None
         return found
 
-    def _refuse(self, error: Exception, version: int, timeout: float) -> NoReturn:
+    def _refuse(self, error: Exception, version: int, timeout: timedelta | float) -> NoReturn:
         """Raise an error of this call, on all ranks if they may be waiting for this one."""
         if self._rank in self._roles.members and version != self._met:
             self._meet(version, None, error, timeout)
         raise error
 
-    def _meet(self, version: int, payload: Payload | None, error: Exception | None, timeout: float) -> None:
+    def _meet(self, version: int, payload: Payload | None, error: Exception | None, timeout: timedelta | float) -> None:
         """Meet all members, and keep what comes for this rank.
 
         Raises:

@@ -239,6 +239,21 @@ def restart(stage: Stage) -> None:
     stage.both(9, full=True)
 
 
+def full_payloads_without_header(stage: Stage) -> None:
+    """Lineages travel beside the tensors: a sender that starts anew is noticed all the same."""
+    stage.restart(anchor_interval=2, header=False)
+    for version in range(6):
+        stage.change(version)
+        stage.both(version)
+        assert all((HEADER in stage.transport[rank].last.tensors) == bool(version % 3) for rank in stage.senders)
+    stage.push_with = {rank: stage.new_engine(rank, header=False) for rank in stage.senders}
+    for version in (3, 5, 6):
+        stage.change(version)
+        stage.push(version)
+        stage.refuse(version, VersionRestart, "another run")
+    stage.both(9, full=True)
+
+
 def send_that_fails_before(stage: Stage) -> None:
     stage.both(1)
     stage.change(1)
@@ -381,8 +396,8 @@ def comes_late(stage: Stage) -> None:
 
 
 SCENARIOS = [
-    quickstart, memory_of_receivers_stays, gap, nothing_to_start_from, replay, restart, send_that_fails_before, send_that_fails_after,
-    wrong_payload, disturbed_targets, nobody_sends, closed_by_one,
+    quickstart, memory_of_receivers_stays, gap, nothing_to_start_from, replay, restart, full_payloads_without_header,
+    send_that_fails_before, send_that_fails_after, wrong_payload, disturbed_targets, nobody_sends, closed_by_one,
 ]  # fmt: skip
 RUNS = [(scenario, topology) for scenario in SCENARIOS for topology in TOPOLOGIES if (scenario, topology) != (nobody_sends, "colocated")]
 IDS = [f"{scenario.__name__}-{topology}" for scenario, topology in RUNS]
