@@ -11,7 +11,6 @@ from typing import Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import running
@@ -27,6 +26,7 @@ from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.transport.base import TIMEOUT
+from dte_dist.transport.groups import Group, group_of
 
 __all__ = ["delta_broadcast", "delta_p2p", "verify"]
 
@@ -39,17 +39,17 @@ _log = logging.getLogger(__name__)
 
 @overload
 def delta_broadcast(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
+    module: Module, group: Group | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> SyncReport: ...  # fmt: skip
 @overload
 def delta_broadcast(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
+    module: Module, group: Group | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
     **options: Unpack[CallOptions],
 ) -> DeltaWork: ...  # fmt: skip
 def delta_broadcast(
     module: Module,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     src: Ranks | None = None,
     async_op: bool = False,
     *,
@@ -77,7 +77,7 @@ def delta_broadcast(
     Args:
         module: on sources the trained module, on receivers the copy; any mixture of plain tensors and DTensors. A `Layout`
             describes weights that are no module.
-        group: process group of sources and receivers; None is the world.
+        group: process group of sources and receivers, or a DeviceMesh of one dimension; None is the world.
         src: the sources, as ranks of the world (one, several, or a DeviceMesh), the first being the root that relays. Default:
             the ranks that share a mesh with rank 0 of the group; rank 0 alone if its module has no mesh.
         async_op: return a `DeltaWork` as soon as the bits to send are safe from the optimizer.
@@ -142,17 +142,17 @@ def delta_broadcast(
 
 @overload
 def delta_p2p(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
+    module: Module, group: Group | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
     **options: Unpack[CallOptions],
 ) -> SyncReport: ...  # fmt: skip
 @overload
 def delta_p2p(
-    module: Module, group: ProcessGroup | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
+    module: Module, group: Group | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
     **options: Unpack[CallOptions],
 ) -> DeltaWork: ...  # fmt: skip
 def delta_p2p(
     module: Module,
-    group: ProcessGroup | None = None,
+    group: Group | None = None,
     src: Ranks | None = None,
     async_op: bool = False,
     **options: Unpack[CallOptions],
@@ -178,7 +178,7 @@ def delta_p2p(
     return _sync(module, group, src, async_op, said={"route": "p2p", **options})
 
 
-def verify(module: Module, group: ProcessGroup | None = None) -> VerifyReport:
+def verify(module: Module, group: Group | None = None) -> VerifyReport:
     """Compare the live bits of all receivers with those that the sources sent; a receiver that differs is seeded by the next sync.
 
     A collective on the open channel of (module, group): every rank of the group must call, in the same order as its syncs. It finds
@@ -194,7 +194,7 @@ def verify(module: Module, group: ProcessGroup | None = None) -> VerifyReport:
         A `VerifyReport`, the same on every rank. Called before the next step of the optimizer, its `moved` is 0.
 
     Raises:
-        ValueError: there is no open channel on this rank.
+        ValueError: there is no open channel on this rank, or `group` is a mesh of several dimensions.
         LayoutMismatch: another rank called something else on the channel; on every rank.
         PeerLost: a rank died or did not answer; on every survivor.
         DeltaError: anything else that went wrong on some rank; on every rank.
@@ -204,8 +204,8 @@ def verify(module: Module, group: ProcessGroup | None = None) -> VerifyReport:
         >>> report.equal
         True
     """
-    pg = dist.group.WORLD if group is None else group
-    if (channel := find(module, pg)) is None:
+    pg = group_of(group)
+    if pg is None or (channel := find(module, pg)) is None:
         raise ValueError("there is no open channel of this module and group: verify after delta_broadcast or delta_p2p")
     with exclusive(module, channel.options.into and channel.options.into()), torch.inference_mode(False), torch.no_grad():
         running.join(module)
@@ -218,9 +218,9 @@ def verify(module: Module, group: ProcessGroup | None = None) -> VerifyReport:
             raise
 
 
-def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_op: bool, *, said: CallOptions) -> SyncReport | DeltaWork:
+def _sync(module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: CallOptions) -> SyncReport | DeltaWork:
     """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
-    pg = dist.group.WORLD if group is None else group
+    pg = group_of(group)
     if pg is None or dist.get_rank(pg) < 0:
         raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
     options, wishes, error = Options(), Wishes(), None
@@ -248,7 +248,7 @@ def _sync(module: Module, group: ProcessGroup | None, src: Ranks | None, async_o
         return call.start() if async_op else call.run()
 
 
-def _options(group: ProcessGroup, src: Ranks | None, said: CallOptions) -> Options:
+def _options(group: dist.ProcessGroup, src: Ranks | None, said: CallOptions) -> Options:
     into = said.get("into")
     if into is not None and not isinstance(into, torch.nn.Module | Layout):
         raise ValueError(f"into= must be a torch.nn.Module or a dte_dist.Layout, got {type(into).__name__}")
@@ -270,7 +270,7 @@ class _Call:
     """One call of a collective: its arguments, and what is wrong with them on this rank."""
 
     module: Module
-    group: ProcessGroup
+    group: dist.ProcessGroup
     options: Options
     wishes: Wishes
     error: Exception | None

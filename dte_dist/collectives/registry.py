@@ -24,6 +24,7 @@ from dte_dist.collectives.opening import Model, open_channel
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.work import THREAD_NAME
 from dte_dist.engine.control import INVALIDATED
+from dte_dist.transport.groups import Group, group_of
 
 __all__ = ["close", "find", "find_or_open", "invalidate", "is_in_use"]
 
@@ -112,7 +113,7 @@ def _is_gone(group: dist.ProcessGroup) -> bool:
         return True
 
 
-def invalidate(module: Model, group: dist.ProcessGroup | None = None) -> None:
+def invalidate(module: Model, group: Group | None = None) -> None:
     """Say that this rank's live copy is not what its channels believe it to be: the next sync seeds this rank, and says so.
 
     Local and cheap; no other rank needs to call. It is for writes that move no version counter, which are not noticed: `param.data.copy_`,
@@ -120,18 +121,19 @@ def invalidate(module: Model, group: dist.ProcessGroup | None = None) -> None:
 
     Args:
         module: that receives: the module passed to `delta_broadcast` on a mere receiver, or its `into=`.
-        group: only what this group's channel holds; None is all groups.
+        group: only what this group's channel holds, or a DeviceMesh of one dimension; None is all groups.
 
     Raises:
-        ValueError: this rank only sends the module, so there is no copy to distrust.
+        ValueError: this rank only sends the module, so there is no copy to distrust; or `group` is a mesh of several dimensions.
 
     Example:
         >>> dte_dist.invalidate(rollout_module)
         >>> report = dte_dist.delta_broadcast(rollout_module, group)  # on all ranks
     """
+    only = None if group is None else group_of(group)
     with exclusive(module):
         running.join(module)
-        channels = [channel for other, channel in _channels.get(module, {}).items() if group in (None, other)]
+        channels = [channel for other, channel in _channels.get(module, {}).items() if only in (None, other)]
         chains = [channel.parts.receiver.chain for channel in channels if channel.parts.receiver is not None]
         chains = chains or kept.chains_of(module)
         if channels and not chains:
@@ -140,7 +142,7 @@ def invalidate(module: Model, group: dist.ProcessGroup | None = None) -> None:
             chain.distrust(INVALIDATED)
 
 
-def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
+def close(module: Model, group: Group | None = None) -> None:
     """Close the channel of (module, group) on this rank and forget what it held; a sync in the background ends first.
 
     The next `delta_broadcast` opens a new channel and seeds all receivers. Closing what is not open does nothing.
@@ -149,13 +151,17 @@ def close(module: Model, group: dist.ProcessGroup | None = None) -> None:
         module: as passed to `delta_broadcast`.
         group: likewise; None is the world.
 
+    Raises:
+        ValueError: `group` is a mesh of several dimensions.
+
     Example:
         >>> dte_dist.close(module, group)
     """
+    pg = group_of(group)
     with exclusive(module):
         running.join(module)
         kept.drop_source(module)
-        channel = _channels.get(module, {}).pop(dist.group.WORLD if group is None else group, None)
+        channel = _channels.get(module, {}).pop(pg, None)
         if channel is not None:
             channel.close()
             if channel.parts.receiver is not None:

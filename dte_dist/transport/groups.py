@@ -28,15 +28,44 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.errors import PeerLost
 
-__all__ = ["LossBoard", "Membership", "Pending", "Wire"]
+__all__ = ["Group", "LossBoard", "Membership", "Pending", "Wire", "group_of"]
+
+Group = dist.ProcessGroup | DeviceMesh
+"""A process group as a caller names it: itself, or a mesh of one dimension."""
 
 _BOARD_PATIENCE = timedelta(seconds=5)
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LOST = "start the lost rank again or form a group of the survivors, and call again with that group"
+
+
+def group_of(group: Group | None) -> dist.ProcessGroup | None:
+    """Return the process group that a caller means; None is the world, which is None itself where nothing is initialised.
+
+    Raises:
+        ValueError: it is a mesh of several dimensions, or one that has no group on this rank.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("role", "shard"))
+        >>> group_of(mesh["shard"]) is mesh.get_group("shard")
+        True
+    """
+    if not isinstance(group, DeviceMesh):
+        return dist.group.WORLD if group is None else group
+    if group.ndim != 1:
+        dims = group.mesh_dim_names or range(group.ndim)
+        ways = " or ".join(f"mesh.get_group({dim!r})" for dim in dims)
+        raise ValueError(f"a mesh of {group.ndim} dimensions has a group for each of them: pass {ways}, or a group of all its ranks")
+    if group.get_coordinate() is None:
+        raise ValueError("this rank is not in the mesh: call on its ranks only")
+    try:
+        return group.get_group()
+    except RuntimeError as error:
+        raise ValueError(f"the mesh has no process group: {error}; pass the group itself") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +88,17 @@ class Membership:
     timeout: timedelta
 
     @classmethod
-    def join(cls, group: dist.ProcessGroup | None, timeout: timedelta) -> Membership:
+    def join(cls, group: Group | None, timeout: timedelta) -> Membership:
         """Take the next channel number of `group`, leaving out those under which ranks have lost each other before.
 
         Every member counts for itself. A member that was not there when the others tried to open a channel finds what they left
         on the `LossBoard` of that number, and so comes to the number of their next try.
 
         Raises:
-            ValueError: this rank is not a member of the group.
+            ValueError: this rank is not a member of the group, or it is a mesh of several dimensions.
             PeerLost: the store of the group is gone.
         """
-        pg = dist.group.WORLD if group is None else group
+        pg = group_of(group)
         if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
             raise ValueError("this rank is not a member of the group: call on the members only (after init_process_group)")
         store, counter = pg.get_group_store(), f"dte_dist/opened_by/{pg.rank()}"

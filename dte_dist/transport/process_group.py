@@ -27,7 +27,6 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dte_dist import kernels
@@ -36,7 +35,7 @@ from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatc
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 from dte_dist.transport.buffers import Frame
-from dte_dist.transport.groups import LossBoard, Membership, Wire
+from dte_dist.transport.groups import Group, LossBoard, Membership, Wire
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Packed, piece_sizes
 from dte_dist.transport.roles import Roles, mover
 from dte_dist.transport.together import Agreed, end_together, error_of, or_error, raise_if_any
@@ -68,7 +67,7 @@ class ProcessGroupTransport(Transport):
     the device on which they travelled; the engine writes them to any. One thread per rank may use it.
 
     Args:
-        group: process group, None for the world.
+        group: process group, or a mesh of one dimension; None for the world.
         src: group rank of the one sender, 0 if nothing is given; all other members receive.
         plan: for several senders: who sends to whom, in group ranks; each payload goes only to the ranks that need it.
         timeout: seconds, or a timedelta, that any wait for another rank may take; `send` and `receive` may ask for less.
@@ -87,7 +86,7 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, src: int | None = None, plan: Plan | None = None,
+        self, group: Group | None = None, *, src: int | None = None, plan: Plan | None = None,
         timeout: timedelta | float = TIMEOUT,
     ) -> None:  # fmt: skip
         patience, error = or_error(lambda: check_timeout(timeout))
