@@ -205,7 +205,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         True
     """
     pg = group_of(group)
-    if pg is None or (channel := find(module, pg)) is None:
+    if (channel := find(module, pg)) is None:
         raise ValueError("there is no open channel of this module and group: verify after delta_broadcast or delta_p2p")
     with exclusive(module, channel.options.into and channel.options.into()), torch.inference_mode(False), torch.no_grad():
         running.join(module)
