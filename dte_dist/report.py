@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral
+from typing import Any, Final, Literal
 
 import torch
 
@@ -14,6 +15,9 @@ __all__ = ["PHASES", "Phases", "SyncReport", "VerifyReport", "size"]
 
 PHASES = ("wait", "detect", "encode", "gather", "wire", "decode", "apply", "commit", "verify")
 """The phases of a sync, in the order in which they begin."""
+
+_MOST_CODECS: Final = 3
+"""Codec pairs that the line of a report names."""
 
 
 class Phases:
@@ -80,6 +84,10 @@ class VerifyReport:
         """Whether every receiver that was compared holds the bits of `version`."""
         return not self.ranks
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields as values of JSON."""
+        return _plain(self)
+
     def __str__(self) -> str:
         held = "no version" if self.version is None else f"v{self.version}"
         ranks, compared = (", ".join(map(str, some)) for some in (self.ranks, self.compared))
@@ -109,12 +117,15 @@ class SyncReport:
         busiest_bytes: bytes of frames that the busiest rank sent, or received, whichever is more.
         seconds: of the whole call on this rank, opening the channel included; with async_op, from the call to the end of the work.
         phases: seconds by phase, on this rank; see `PHASES`.
-        codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}.
+        codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}; empty on ranks that sent none.
         verified: what `verify_interval=` found after this sync; None where it was not due.
 
     Example:
         >>> print(SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519))
         v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frame, 51.9 ms
+        >>> report = SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519, codecs={"u16+raw": 2, "ef+planes": 12})
+        >>> str(report).partition("1 frame, ")[2]
+        'codecs ef+planes, u16+raw, 51.9 ms'
     """
 
     version: int
@@ -141,17 +152,45 @@ class SyncReport:
         """Changed elements over all elements, 0 to 1."""
         return self.changed / self.total if self.total else 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields as values of JSON: tuples are lists, a verification is a dict of its own.
+
+        Example:
+            >>> report = SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (3,), 0.0519)
+            >>> line = json.dumps({"step": 7, **report.as_dict()})
+        """
+        return _plain(self)
+
     def __str__(self) -> str:
         base = "none" if self.base_version is None else f"v{self.base_version}"
         why = f" ({self.reason})" if self.reason else ""
         times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name in PHASES if (seconds := self.phases.get(name, 0.0)) >= 5e-5)
         route = f" over {self.route} ({self.route_reason})" if self.route_reason else ""
         ratio = f", {self.dense_bytes / self.wire_bytes:.1f}x" if self.wire_bytes else ""
+        frames = f"{self.frames} frame{'' if self.frames == 1 else 's'}{route}{_named(self.codecs)}"
         return (
             f"{base} -> v{self.version} {self.kind}{why}: {self.changed:,} of {self.total:,} changed ({self.density * 100:.2f} %), "
             f"{size(self.wire_bytes)} to each receiver (dense {size(self.dense_bytes)}{ratio}), "
-            f"{self.frames} frame{'' if self.frames == 1 else 's'}{route}, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
+            f"{frames}, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
         )
+
+
+def _named(codecs: Mapping[str, int]) -> str:
+    """Name the codec pairs of a report, those of most segments first; nothing where none are known."""
+    names = sorted(codecs, key=lambda name: (-codecs[name], name))
+    more = f" and {len(names) - _MOST_CODECS} more" if len(names) > _MOST_CODECS else ""
+    return f", codec{'s' if len(names) > 1 else ''} {', '.join(names[:_MOST_CODECS])}{more}" if names else ""
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(found) for key, found in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(found) for found in value]
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def size(number: float) -> str:

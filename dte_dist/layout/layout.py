@@ -30,7 +30,10 @@ from dte_dist.layout.spots import Spot, spots_of_shards, spots_of_tensors, spots
 __all__ = ["Layout"]
 
 _PLAIN: Final = {Tensor, nn.Parameter}
-_REOPEN: Final = "open a new channel, or build a new layout, for the changed module"
+_REOPEN: Final = (
+    "call dte_dist.close(module, group) on every rank, and sync again: a new channel opens; "
+    "if you passed a Layout, build a new one of the changed tensors, and pass that"
+)
 
 
 class Layout:
@@ -243,7 +246,7 @@ class _Follower:
         """Return a follower of the module as it is now."""
         module = self._tree.module()
         if module is None:
-            raise LayoutMismatch("the module of this layout no longer exists", fix="keep a reference to it, or build a new layout")
+            raise LayoutMismatch("the module of this layout no longer exists", fix="keep a reference to the module, or build a new Layout")
         return _Follower(ModuleTree(module), self._rule)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import fields, replace
+
+import numpy as np
 import pytest
 
-from dte_dist.report import PHASES, Phases, SyncReport
+from dte_dist.report import PHASES, Phases, SyncReport, VerifyReport
 
 REPORT = SyncReport(8, 7, "delta", "", 10, 1000, 96, 48, 2000, 2, (), 0.01)
 
@@ -45,6 +49,31 @@ def test_bytes_are_shown_in_the_unit_that_fits(number: int, text: str) -> None:
 def test_phases_show_in_their_order_and_only_if_they_took_time() -> None:
     text = changed(phases={"wire": 0.004, "detect": 0.002, "apply": 1e-6})
     assert text.endswith("10.0 ms (detect 2.0, wire 4.0)")
+
+
+CODECS = {
+    "": {}, "codec ef+planes, ": {"ef+planes": 7}, "codecs ef+planes, u16+raw, ": {"u16+raw": 2, "ef+planes": 7},
+    "codecs a, b, c and 2 more, ": {"c": 1, "e": 1, "b": 4, "d": 1, "a": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "codecs"), CODECS.items(), ids=map(str, map(len, CODECS.values())))
+def test_codecs_show_where_they_are_known_the_most_used_first(text: str, codecs: dict[str, int]) -> None:
+    assert changed(codecs=codecs, route_reason="fewer bytes").endswith(f", 2 frames over broadcast (fewer bytes), {text}10.0 ms")
+    assert changed(codecs=codecs, phases={"wire": 0.004}).endswith(f", 2 frames, {text}10.0 ms (wire 4.0)")
+
+
+def test_a_report_as_values_of_json() -> None:
+    verified = VerifyReport(8, 3, 1, "w", (2,), (1, 2), 0, 0.5)
+    report = replace(REPORT, seeded=(1, np.int64(2)), phases={"wire": 0.25}, codecs={"u16+raw": np.int64(3)}, verified=verified)
+    found = report.as_dict()
+    assert set(found) == {each.name for each in fields(SyncReport)} and json.loads(json.dumps(found)) == found
+    assert (found["version"], found["reason"], found["seeded"], found["phases"]) == (8, "", [1, 2], {"wire": 0.25})
+    assert found["codecs"] == {"u16+raw": 3} and found["seconds"] == 0.01
+    assert found["verified"] == verified.as_dict() and found["verified"]["ranks"] == [2] and found["verified"]["first"] == "w"
+    assert json.loads(json.dumps(REPORT.as_dict()))["verified"] is None
+    found["phases"].clear()
+    assert report.phases == {"wire": 0.25}
 
 
 def test_phases_add_up_and_count_a_block_that_raised() -> None:
