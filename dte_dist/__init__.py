@@ -1,5 +1,7 @@
 """dte_dist: the collective that keeps rollout ranks bit-identical to training ranks by moving only changed elements."""
 
+from pathlib import Path
+
 from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p, invalidate, verify
 from dte_dist.engine.delta_engine import DeltaEngine, reconstruct_against_base
@@ -25,6 +27,9 @@ from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.transport.base import Payload, Transport
 from dte_dist.transport.loopback import LoopbackTransport
 from dte_dist.transport.process_group import ProcessGroupTransport
+from dte_dist.version import find_version
+
+__version__ = find_version(Path(__file__).parent)
 
 __all__ = [
     "ApplyFailed",
@@ -53,6 +58,7 @@ __all__ = [
     "VersionGap",
     "VersionReplay",
     "VersionRestart",
+    "__version__",
     "close",
     "delta_broadcast",
     "delta_p2p",

@@ -1,4 +1,4 @@
-"""Real ranks: what a caller may write in several ways means the same: a group and its mesh, a dtype and its name, one pattern and a list."""
+"""Real ranks: what may be written in several ways means the same: groups and meshes, dtypes and names, one pattern and a list."""
 
 from __future__ import annotations
 
