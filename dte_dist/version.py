@@ -35,8 +35,9 @@ def _in_tree(file: Path) -> str | None:
         project = tomllib.loads(file.read_text("utf-8")).get("project")
     except (OSError, ValueError):  # none, or not one of TOML in UTF-8
         return None
-    ours = isinstance(project, dict) and project.get("name") == _NAME and "version" in project
-    return str(project["version"]) if ours else None
+    if not isinstance(project, dict) or project.get("name") != _NAME or "version" not in project:
+        return None
+    return str(project["version"])
 
 
 def _installed() -> str:

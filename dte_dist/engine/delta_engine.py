@@ -149,8 +149,9 @@ class DeltaEngine:
         With a plan every sender of it must push every version.
 
         Args:
-            tensors: pairs or a mapping; plain tensors of one device, any dtype of 1, 2, 4 or 8 bytes, any strides. With a plan the `Layout`
-                that it was made from, or tensors of which `Layout.from_tensors` makes that layout (a new one at every call).
+            tensors: pairs or a mapping; plain tensors on one device, or on the CPU and one accelerator, any dtype of 1, 2, 4 or 8
+                bytes, any strides. With a plan the `Layout` that it was made from, or tensors of which `Layout.from_tensors` makes
+                that layout (a new one at every call).
             version: above the one pushed last; a version in which nothing changed is one, too.
             full: send everything, for receivers that lost their version; names, shapes and dtypes may then be new.
 

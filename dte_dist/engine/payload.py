@@ -34,7 +34,7 @@ from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.named import named, refuse_difference, slots_of
 from dte_dist.errors import FrameError, LayoutMismatch, VersionError
-from dte_dist.layout import one_device
+from dte_dist.layout import brought_home
 from dte_dist.transport.base import Payload
 
 __all__ = [
@@ -235,8 +235,7 @@ def _collect(tensors: Mapping[str, Tensor]) -> tuple[Change, ...]:
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise _bad("something in a payload is no tensor", str(name), "a name and a tensor", type(tensor).__name__)
-    arrays = named({name: tensor for name, tensor in tensors.items() if name != HEADER})
-    one_device(list(arrays.values()))
+    _, arrays = brought_home(named({name: tensor for name, tensor in tensors.items() if name != HEADER}))
     changes = []
     for name, tensor in arrays.items():
         if name.endswith(INDEX):

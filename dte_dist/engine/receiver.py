@@ -73,7 +73,7 @@ class ReceiverState:
         self._history.forget()
         self.error = None
         local = self._local = self._layout.read()
-        begun, held = Fingerprint.of(local), self.chain.fingerprint
+        begun, held = Fingerprint.of(local.live), self.chain.fingerprint
         if self.chain.version != NONE and (held is None or not held.same(begun)):
             self.chain.distrust(WRITTEN)
         self._begun, self._now = begun, None
@@ -118,12 +118,13 @@ class ReceiverState:
         self._begin_to_write()
         for segment in segments:
             target.place(expected.source, segment.first, segment.values)
+        self._write_back()
 
     def is_written(self) -> bool:
         """Return whether somebody wrote to the live copy, or replaced it, since `begin`; it has no version then."""
         if self._local is None or self._begun is None:
             return False
-        now = Fingerprint.of(self._local, moved=True)
+        now = Fingerprint.of(self._local.live, moved=True)
         if now.same(self._begun):
             return False
         self.chain.distrust(WRITTEN)
@@ -139,7 +140,13 @@ class ReceiverState:
         """
         self._begin_to_write()
         self._staged.apply(self._targets)
+        self._write_back()
         self.check_own()
+
+    def _write_back(self) -> None:
+        """Put what was written into the live tensors, where what was written to stands for some of them."""
+        if self._local is not None:
+            self._local.write_back()
 
     def _begin_to_write(self) -> None:
         """Give up the version, and those of other channels that hold some of the same tensors."""
@@ -158,8 +165,8 @@ class ReceiverState:
         own = np.zeros(len(self._local.tensors), np.int64)
         for width, target in self._targets.items():
             own[self._spaces[width].pieces.entry] = target.flat.writes
-        self._now = Fingerprint.of(self._local, moved=True)
-        foreign = foreign_writes(self._begun, self._now, own, self._local.tensors)
+        self._now = Fingerprint.of(self._local.live, moved=True)
+        foreign = foreign_writes(self._begun, self._now, self._local.own_writes(own), self._local.live.tensors)
         if foreign:
             self.chain.distrust(WRITTEN)
             name = self._layout.manifest.entries[foreign[0]].name

@@ -91,7 +91,7 @@ class SharedEnds:
         """Return all local tensors of this rank, in the order of its entries.
 
         Raises:
-            LayoutMismatch: they are not those of the plan; names one.
+            LayoutMismatch: they are not those of the plan, or on several devices; names one.
         """
         layout = _layout(given)
         tensors = layout.tensors()
@@ -99,8 +99,9 @@ class SharedEnds:
             for (name, number), block in self._held.items():
                 self._check_entry(layout, self._slots[name], number, block)
             self._target = layout
-        one_device(tensors)
-        return dict(zip(_names(layout.manifest.entries), tensors, strict=True))
+        named = dict(zip(_names(layout.manifest.entries), tensors, strict=True))
+        one_device(tensors, list(named))
+        return named
 
     def land(self, payload: Payload, changes: Sequence[Change], targets: Mapping[str, Tensor]) -> Landed:
         """Translate one sender's changes into this rank's tensors.

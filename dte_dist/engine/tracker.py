@@ -19,7 +19,7 @@ from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
 from dte_dist.engine.payload import Change, check_version, flat_bits, index_dtype, refuse_reserved, write_payload
 from dte_dist.errors import VersionReplay
-from dte_dist.layout import one_device
+from dte_dist.layout import brought_home
 from dte_dist.plan.schedule import SEGMENT
 from dte_dist.transport.base import Payload
 
@@ -94,7 +94,8 @@ class DeltaTracker:
         """Return what leads from the committed version to `version`: a delta, or everything if there is none.
 
         Args:
-            named_tensors: plain tensors on one device, any dtype of 1, 2, 4 or 8 bytes; they may change as soon as this returns.
+            named_tensors: plain tensors on one device, or on the CPU and one accelerator; any dtype of 1, 2, 4 or 8 bytes. They
+                may change as soon as this returns.
             version: to make; above every version committed so far.
             full: everything, though there is a version to start from; names, shapes and dtypes may then be new.
             wire: by name, dtypes to send instead of the tensors' own: what differs is found after the cast.
@@ -111,7 +112,7 @@ class DeltaTracker:
         tensors = named(named_tensors)
         refuse_reserved(tensors)
         full = full or self._chain.version == NONE or self._snapshot is None
-        device = one_device(list(tensors.values()))
+        device, tensors = brought_home(tensors)
         slots = {name: (shape, (wire or {}).get(name, dtype)) for name, (shape, dtype) in slots_of(tensors).items()}
         with torch.inference_mode(False), torch.no_grad():
             whole = (_whole(name, tensor, slots[name][1]) for name, tensor in tensors.items())

@@ -5,9 +5,10 @@ the `Block` of every slot on that rank. Nothing here communicates.
 """
 
 from dte_dist.layout.blocks import Block, Cut, Run, Runs, chunk_bounds, cut_block
+from dte_dist.layout.devices import StandIns, brought_home, home_of, one_device
 from dte_dist.layout.dtypes import DTYPES
 from dte_dist.layout.layout import Layout
-from dte_dist.layout.local import LocalTensors, one_device
+from dte_dist.layout.local import LocalTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.names import Rename, Select, canonical_name
 from dte_dist.layout.overlaps import refuse_overlaps, refuse_shared
@@ -31,9 +32,12 @@ __all__ = [
     "Runs",
     "Select",
     "ShardSpec",
+    "StandIns",
+    "brought_home",
     "canonical_name",
     "chunk_bounds",
     "cut_block",
+    "home_of",
     "one_device",
     "refuse_overlaps",
     "refuse_shared",

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.describe import Describer, settled
-from dte_dist.layout.local import LocalTensors, one_device
+from dte_dist.layout.devices import home_of
+from dte_dist.layout.local import LocalTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree
 from dte_dist.layout.names import NameRule, Rename, Select, refuse_duplicates
@@ -63,6 +64,7 @@ class Layout:
         local = _locals(self._objects)
         self._before = LocalTensors.of(local).forget()
         self._device: torch.device | None = None
+        self._away: Sequence[int] = ()
         self._device_types = [tensor.device.type for tensor in local]
         self._pairs = [index for index, tensor in enumerate(local) if tensor.dtype is torch.complex128]
         self.manifest = Manifest.build(entries, self._describer.meshes, _ties(entries, self._objects, local))
@@ -160,12 +162,12 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot. Or the
-                tensors are on several devices.
+                tensors are on several accelerators.
         """
-        return list(self.read().tensors)
+        return list(self.read().live.tensors)
 
     def read(self) -> LocalTensors:
-        """Return what `tensors` returns, with what was learnt of them on the way."""
+        """Return what `tensors` returns, with what was learnt of them on the way; all on one device, see `layout.devices`."""
         if self._follow is not None:
             self._follow_module(self._follow)
         objects = self._resolve()
@@ -180,12 +182,13 @@ class Layout:
         if replaced or moved:
             self._check_ties(objects, local)
         if replaced or moved or self._device is None:
-            self._device = one_device(local)
+            self._device, self._away = home_of(local, [entry.name for entry in self.manifest.entries])
         self._objects, self._before = objects, read.forget()
         for index in self._pairs:
             local[index] = torch.view_as_real(local[index].detach())
         dtypes = [tensor.dtype for tensor in local] if self._pairs else read.dtypes
-        return replace(read, tensors=local, dtypes=dtypes, device=self._device)
+        read = replace(read, tensors=local, dtypes=dtypes, device=self._device)
+        return read.at_home(self._away) if self._away else read
 
     def _follow_module(self, follow: _Follower) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.errors import LayoutMismatch
+from dte_dist.layout.devices import StandIns
 
-__all__ = ["LocalTensors", "one_device"]
+__all__ = ["LocalTensors"]
 
 _CPU: Final = torch.device("cpu")
 
@@ -35,7 +35,8 @@ class LocalTensors:
         addresses, numels: int64[tensors], memory address and number of elements of each.
         contiguous: bool[tensors], whether each is row-major without gaps.
         dtypes: of each.
-        device: that all are on; `of` does not ask, see `one_device`.
+        device: that all are on; `of` does not ask, see `layout.devices`.
+        stand_ins: those among the tensors that stand for one on another device; None if none does.
 
     Example:
         >>> local = LocalTensors.of([torch.zeros(2, 3), torch.zeros(2, 3).t()])
@@ -49,6 +50,8 @@ class LocalTensors:
     contiguous: np.ndarray
     dtypes: Sequence[torch.dtype]
     device: torch.device = _CPU
+    stand_ins: StandIns | None = None
+    _live: LocalTensors | None = None
 
     @classmethod
     def of(cls, objects: Sequence[Any], unwrap: Callable[[Sequence[Any]], list[Tensor]] = list) -> LocalTensors:
@@ -78,6 +81,30 @@ class LocalTensors:
         addresses, numels, contiguous = (column[indices] for column in (self.addresses, self.numels, self.contiguous))
         return LocalTensors(tensors, addresses, numels, contiguous, dtypes, self.device)
 
+    @property
+    def live(self) -> LocalTensors:
+        """The tensors themselves, not what stands for some of them: what a caller holds, and may write to."""
+        return self if self._live is None else self._live
+
+    def at_home(self, away: Sequence[int]) -> LocalTensors:
+        """Return them with stand-ins for those that are not on `device`, by their indices."""
+        stand_ins = StandIns.of(self.tensors, away, self.device)
+        tensors, addresses, contiguous = list(self.tensors), self.addresses.copy(), self.contiguous.copy()
+        for index, place in zip(away, stand_ins.places.tolist(), strict=True):
+            tensors[index] = stand_ins.copies[place]
+            addresses[index], contiguous[index] = stand_ins.copies[place].data_ptr(), True
+        read = replace(self, tensors=tensors, addresses=addresses, contiguous=contiguous)
+        return replace(read, stand_ins=stand_ins, _live=self)
+
+    def write_back(self) -> None:
+        """Put what was written to stand-ins into the tensors that they stand for."""
+        if self.stand_ins is not None:
+            self.stand_ins.write_back()
+
+    def own_writes(self, writes: np.ndarray) -> np.ndarray:
+        """Return how often the `live` tensors were written to, by this rank, where these were written to so often."""
+        return writes if self.stand_ins is None else self.stand_ins.own_writes(writes)
+
     def forget(self) -> LocalTensors:
         """Return the columns alone: what is kept between syncs must not keep memory alive."""
         return replace(self, tensors=())
@@ -96,16 +123,3 @@ class LocalTensors:
         except RuntimeError:
             found = [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
         return np.array(found, np.int64)
-
-
-def one_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the device that all tensors are on.
-
-    Raises:
-        LayoutMismatch: they are on several.
-    """
-    if len(set(map(Tensor.get_device, tensors))) > 1:
-        devices = sorted({str(tensor.device) for tensor in tensors})
-        fix = "move the module to one device, or leave tensors out with select="
-        raise LayoutMismatch("the tensors of a module are on several devices", got=devices, fix=fix)
-    return tensors[0].device if tensors else _CPU

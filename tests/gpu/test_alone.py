@@ -211,21 +211,39 @@ def test_a_module_that_moves_away_and_back(ranks) -> None:
     assert found == ["delta"]
 
 
-def two_devices(rank: int, world: int) -> str:
+def two_devices(rank: int, world: int, sizes: tuple[int, int]) -> Any:
+    """Sync tensors on two devices, at both ends, with a tie and strides on the GPU: in full, in part, and in the background."""
     begin()
     group = dist.new_group([0], backend=BACKEND)
-    trained = {"a": torch.zeros(3, device=DEVICE), "b": torch.zeros(3, device=DEVICE)}
-    rollout = {"a": torch.zeros(3), "b": torch.zeros(3, device=DEVICE)}
-    try:
-        dte_dist.delta_p2p(dte_dist.Layout.from_tensors(trained), group, into=dte_dist.Layout.from_tensors(rollout))
-    except dte_dist.LayoutMismatch as error:
-        return str(error)
-    return "nothing"
+    trained = {"a": torch.randn(sizes[0]), "b": torch.randn(sizes[1], 4, device=DEVICE).t(), "n": torch.tensor(3, device=DEVICE)}
+    trained["tied"] = trained["b"]
+    rollout = {"a": torch.zeros(sizes[0]), "b": torch.zeros(sizes[1], 4, device=DEVICE).t(), "n": torch.tensor(0, device=DEVICE)}
+    rollout["tied"] = rollout["b"]
+    mine, into = (dte_dist.Layout.from_tensors(side) for side in (trained, rollout))
+    before, kinds, faults = {name: tensor.data_ptr() for name, tensor in rollout.items()}, [], list[str]()
+    for step in range(4):
+        trained["a"][step] += 1
+        trained["b"][1, step] += 1
+        trained["n"] += step
+        moved = {name: tensor._version for name, tensor in rollout.items()}
+        report = dte_dist.delta_p2p(mine, group, into=into, async_op=step == 3)
+        report = report.wait() if step == 3 else report
+        kinds.append(report.kind)
+        faults += wrong(trained, rollout)
+        faults += [name for name, tensor in rollout.items() if tensor._version == moved[name]]
+    equal = dte_dist.verify(mine, group).equal
+    rollout["n"] += 1
+    reason = dte_dist.delta_p2p(mine, group, into=into).reason
+    faults += wrong(trained, rollout) + [name for name, tensor in rollout.items() if tensor.data_ptr() != before[name]]
+    return kinds, faults, equal, reason
 
 
 @pytest.mark.skipif(not ON_GPU, reason="means nothing without a CUDA device")
-def test_a_receiver_on_two_devices_is_refused(ranks) -> None:
-    assert "several devices" in ranks.run(two_devices)[0]
+@pytest.mark.parametrize("sizes", [(5000, 8), (8, 500)], ids=["most on the CPU", "most on the GPU"])
+def test_tensors_on_the_cpu_and_the_gpu_are_one_copy(ranks, sizes: tuple[int, int]) -> None:
+    ((kinds, faults, equal, reason),) = ranks.run(two_devices, sizes)
+    assert kinds == ["full", "delta", "delta", "delta"] and faults == [] and equal
+    assert "written to by others" in reason
 
 
 # The wire ----------------------------------------------------------------------------------------------------------------
