@@ -117,13 +117,14 @@ class SyncReport:
         busiest_bytes: bytes of frames that the busiest rank sent, or received, whichever is more.
         seconds: of the whole call on this rank, opening the channel included; with async_op, from the call to the end of the work.
         phases: seconds by phase, on this rank; see `PHASES`.
-        codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}; empty on ranks that sent none.
+        codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}; empty where it sent none.
         verified: what `verify_interval=` found after this sync; None where it was not due.
 
     Example:
         >>> print(SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519))
         v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frame, 51.9 ms
-        >>> report = SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519, codecs={"u16+raw": 2, "ef+planes": 12})
+        >>> codecs = {"u16+raw": 2, "ef+planes": 12}
+        >>> report = SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519, codecs=codecs)
         >>> str(report).partition("1 frame, ")[2]
         'codecs ef+planes, u16+raw, 51.9 ms'
     """

@@ -1,7 +1,8 @@
 """Which version of dte_dist this is; `pyproject.toml` alone says so.
 
-Code that lies beside its `pyproject.toml` is that version, installed or not: what an editable installation has noted may be older, and
-another copy may be installed. Elsewhere the file has gone into the metadata of the installation.
+Code that lies beside its `pyproject.toml` is that version, installed or not: what an editable installation
+has noted may be older, and another copy may be installed. Elsewhere the file has gone into the metadata of
+the installation.
 """
 
 from __future__ import annotations

@@ -88,10 +88,11 @@ def delta_broadcast(
         into: on a rank that is both, the module to receive into. On a mere receiver it stands for `module`.
         wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One dtype for all
             floating-point tensors, a mapping by name, a function of (name, dtype), or "receiver": whatever the receivers hold.
-            For a dtype stands its name, too: "bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "float".
+            A dtype may be given by its name: "bf16", "bfloat16", "fp16", "float16", "half", "fp32",
+            "float32", "float".
             Default: the dtype of the sources.
-        select: names to sync, as one or several fnmatch patterns or a function of the name. A receiver that passes it may hold part
-            of the model.
+        select: names to sync, as one or several fnmatch patterns or a function of the name. A receiver that
+            passes it may hold part of the model.
         rename: function from this rank's names to the names all ranks agree on.
         detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`.
         anchor_interval: send everything after so many deltas.
@@ -218,7 +219,9 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
             raise
 
 
-def _sync(module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: CallOptions) -> SyncReport | DeltaWork:
+def _sync(
+    module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: CallOptions
+) -> SyncReport | DeltaWork:
     """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
     pg = group_of(group)
     if pg is None or dist.get_rank(pg) < 0:
@@ -257,7 +260,7 @@ def _options(group: dist.ProcessGroup, src: Ranks | None, said: CallOptions) -> 
         bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),
         anchor_interval=said.get("anchor_interval"),
         verify_interval=said.get("verify_interval"),
-        timeout=said.get("timeout", TIMEOUT),  # type: ignore[arg-type]  # it is a timedelta afterwards, however it was given
+        timeout=said.get("timeout", TIMEOUT),  # type: ignore[arg-type]  # kept as a timedelta
         wire_dtype=said.get("wire_dtype"),
         select=said.get("select"),
         rename=said.get("rename"),

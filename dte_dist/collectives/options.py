@@ -26,16 +26,24 @@ __all__ = ["CallOptions", "Options", "Ranks", "WireDtype", "Wishes", "group_rank
 Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them: one, several, or those of a mesh."""
 
-WireDtype = torch.dtype | str | Mapping[str, torch.dtype | str] | Callable[[str, torch.dtype], torch.dtype | str]
+WireDtype = (
+    torch.dtype | str | Mapping[str, torch.dtype | str] | Callable[[str, torch.dtype], torch.dtype | str]
+)
 """Dtypes on the wire as a caller names them; see `delta_broadcast`."""
 
 RECEIVER: Final = "receiver"
 """The wire dtype that stands for whatever the receivers hold."""
 
 _DTYPES: Final = {
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
-    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
-}  # fmt: skip
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
 """Names that a caller may write instead of a dtype."""
 
 
@@ -102,12 +110,13 @@ class Options:
 
     Attributes:
         sources: group ranks as said by the caller, first the root; None for the default.
-        bucket_bytes, anchor_interval, verify_interval, timeout: compared between ranks when the channel opens. A timeout may be
-            given in seconds.
-        wire_dtype, select, rename: each rank's own; their effect is compared. A dtype may be given by its name, and one pattern alone.
+        bucket_bytes, anchor_interval, verify_interval, timeout: compared between ranks when the channel
+            opens. A timeout may be given in seconds.
+        wire_dtype, select, rename: each rank's own; their effect is compared. A dtype may be given by its
+            name, and one pattern alone.
         into: what this rank receives into, if not the module.
 
-    However something was given, the attribute has one form: so calls that say the same thing differently say the same.
+    Each attribute has one form, however its value was given, so that calls that say the same are the same.
 
     Raises:
         ValueError: something makes no sense.
@@ -178,7 +187,9 @@ def _as_dtypes(option: WireDtype | None) -> WireDtype | None:
         return {name: _as_dtype(given, f"wire_dtype for {name!r}") for name, given in option.items()}
     if option is None or isinstance(option, torch.dtype) or callable(option):
         return option
-    raise ValueError(f'wire_dtype must be a dtype or its name, a mapping, a function or "{RECEIVER}", got {option!r}')
+    raise ValueError(
+        f'wire_dtype must be a dtype or its name, a mapping, a function or "{RECEIVER}", got {option!r}'
+    )
 
 
 def _as_dtype(given: Any, what: str, *others: str) -> torch.dtype:
@@ -187,11 +198,13 @@ def _as_dtype(given: Any, what: str, *others: str) -> torch.dtype:
         return given
     if isinstance(given, str) and given in _DTYPES:
         return _DTYPES[given]
-    raise ValueError(f"{what} must be a torch.dtype or one of {', '.join((*map(repr, _DTYPES), *others))}, got {given!r}")
+    raise ValueError(
+        f"{what} must be a torch.dtype or one of {', '.join((*map(repr, _DTYPES), *others))}, got {given!r}"
+    )
 
 
 def _as_patterns(select: Select) -> Select:
-    """Return patterns in one order, each once: any may match. What is no patterns is refused where it is used."""
+    """Return patterns in one order, each once; anything else as it is, to be refused where it is used."""
     if callable(select) or not isinstance(select, Iterable):
         return select
     patterns = (select,) if isinstance(select, str) else tuple(select)

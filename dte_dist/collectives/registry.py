@@ -124,7 +124,8 @@ def invalidate(module: Model, group: Group | None = None) -> None:
         group: only what this group's channel holds, or a DeviceMesh of one dimension; None is all groups.
 
     Raises:
-        ValueError: this rank only sends the module, so there is no copy to distrust; or `group` is a mesh of several dimensions.
+        ValueError: this rank only sends the module, so there is no copy to distrust; or `group` is a mesh of
+            several dimensions.
 
     Example:
         >>> dte_dist.invalidate(rollout_module)

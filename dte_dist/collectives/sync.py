@@ -313,7 +313,8 @@ class Sync:
             wire_bytes=max(load.received_by(decision.followers or decision.seeded)), gather_bytes=self._gathered, dense_bytes=model.nbytes,
             busiest_bytes=load.busiest(), frames=load.frames, route=self._route.name, route_reason=self._prepared.chosen[1],
             seeded=decision.seeded, seconds=time.perf_counter() - self._prepared.begin, phases=dict(self._phases.seconds),
-            codecs=dict(self._source.codecs) if self._source is not None and decision.followers else {}, verified=verified,
+            codecs=dict(self._source.codecs) if self._source is not None and decision.followers else {},
+            verified=verified,
         )  # fmt: skip
 
 

@@ -5,8 +5,9 @@ one object in one process, or many on many machines. An engine is used by one th
 
 1. `push` finds what changed since the version pushed last (`engine.tracker`), gives it to the transport, and only then moves on.
 2. `pull` waits for the payload of every sender that this rank needs, and checks each by itself, against the version held, and against
-   the targets (`engine.ends`). A delta must start from the version held, and from the same lineage where both are known: a `Payload`
-   made of the bare tensors of a Delta Transfer Engine has none, and goes by its version alone.
+   the targets (`engine.ends`). A delta must start from the version held, and from the same lineage where both
+   are known. A `Payload` made of the bare tensors of a Delta Transfer Engine has none, and goes by its
+   version alone.
 3. Only if all of them are sound it writes. A receiver that fails while writing, or whose targets somebody else wrote to, has no
    version; full payloads of all its senders give it one again.
 """
@@ -83,8 +84,9 @@ class DeltaEngine:
         anchor_interval: send everything after so many deltas; None for never.
         ratio: when a tensor is sent in part, see `DeltaTracker`.
         timeout: seconds, or a timedelta, that a push or a pull may wait for the transport.
-        header: give full payloads a header, too. Pass False where the receivers are those of a Delta Transfer Engine, which takes
-            whatever has a header for a delta; receivers of this class read both. See `DeltaTracker`.
+        header: give full payloads a header, too. Pass False where the receivers are those of a Delta Transfer
+            Engine, which takes whatever has a header for a delta. Receivers of this class read both. See
+            `DeltaTracker`.
 
     Raises:
         ValueError: an option is wrong.
@@ -149,9 +151,9 @@ class DeltaEngine:
         With a plan every sender of it must push every version.
 
         Args:
-            tensors: pairs or a mapping; plain tensors on one device, or on the CPU and one accelerator, any dtype of 1, 2, 4 or 8
-                bytes, any strides. With a plan the `Layout` that it was made from, or tensors of which `Layout.from_tensors` makes
-                that layout (a new one at every call).
+            tensors: pairs or a mapping; plain tensors on one device, or on the CPU and one accelerator, any
+                dtype of 1, 2, 4 or 8 bytes, any strides. With a plan the `Layout` that it was made from, or
+                tensors of which `Layout.from_tensors` makes that layout (a new one at every call).
             version: above the one pushed last; a version in which nothing changed is one, too.
             full: send everything, for receivers that lost their version; names, shapes and dtypes may then be new.
 

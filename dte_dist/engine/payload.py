@@ -2,7 +2,7 @@
 
 | name | tensor |
 |---|---|
-| `__awex_delta_header__` | int64[6]: magic 0x41574558, codec 1, version, base version, sparse count, dense count |
+| `__awex_delta_header__` | int64[6]: magic 0x41574558, codec 1, version, base version, pairs, whole tensors |
 | `w@delta_idx` | flat row-major positions in `w`, strictly ascending; int32, or int64 if `w` has more than 2^31 elements |
 | `w@delta_val` | the new values at these positions, in the dtype of `w` |
 | `w` | all of `w`, instead of the pair |
@@ -10,10 +10,13 @@
 A tensor that did not change is left out. A sender that is one of several sends its share (`engine.shared`): `w@delta_idx` still
 counts in all of `w`, and a whole `w` is all that the sender holds of it.
 
-A full payload has every tensor, whole. In the Delta Transfer Engine it has no header, which is how its receivers tell it from a delta; they
-take its version from the caller. Here it has one, too, with base version -1, unless the sender asks for none; without one, the
-`Payload` around the tensors says the version. Both kinds are read. The numbers of lineages (`Payload.lineage`) are in no tensor: they
-travel beside the payload where the transport carries them, and count as not known where it does not.
+A full payload has every tensor, whole. In the Delta Transfer Engine it has no header: that is how receivers
+tell it from a delta, and they take its version from the caller. Here it has a header, too, with base version
+-1, unless the sender asks for none. Both kinds are read; without a header, the `Payload` around the tensors
+says the version.
+
+No tensor says a lineage (`Payload.lineage`). Its number travels beside the tensors where the transport
+carries it, and counts as not known where it does not.
 
 Nothing that is read is believed: `read_payload` checks what a payload says about itself, `check_changes` what it says about the
 tensors it will be written to; only then does `apply_changes` write.
@@ -38,8 +41,9 @@ from dte_dist.layout import brought_home
 from dte_dist.transport.base import Payload
 
 __all__ = [
-    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "check_version", "flat_bits",
-    "index_dtype", "last_positions", "payload_of", "read_payload", "refuse_reserved", "write_changes", "write_payload",
+    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "check_version",
+    "flat_bits", "index_dtype", "last_positions", "payload_of", "read_payload", "refuse_reserved",
+    "write_changes", "write_payload",
 ]  # fmt: skip
 
 HEADER: Final = "__awex_delta_header__"
@@ -107,11 +111,19 @@ def check_version(version: int) -> None:
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ValueError(f"a version is an int of at least 0, not {version!r}")
     if version >= 1 << 62:
-        raise VersionError("the version does not fit", expected="< 2^62", got=version, fix="count versions from 1")
+        raise VersionError(
+            "the version does not fit", expected="< 2^62", got=version, fix="count versions from 1"
+        )
 
 
 def write_payload(
-    version: int, base: int, changes: Sequence[Change], *, lineage: int = 0, base_lineage: int = 0, header: bool = True
+    version: int,
+    base: int,
+    changes: Sequence[Change],
+    *,
+    lineage: int = 0,
+    base_lineage: int = 0,
+    header: bool = True,
 ) -> Payload:
     """Write changes as a payload, which takes over their tensors.
 
@@ -129,7 +141,9 @@ def write_payload(
     """
     sparse = sum(change.positions is not None for change in changes)
     counts = (MAGIC, CODEC, version, base, sparse, len(changes) - sparse)
-    tensors = {HEADER: torch.tensor(counts, dtype=torch.int64, device="cpu")} if header or base != NONE else {}
+    tensors: dict[str, Tensor] = {}
+    if header or base != NONE:
+        tensors[HEADER] = torch.tensor(counts, dtype=torch.int64, device="cpu")
     for change in changes:
         if change.positions is None:
             tensors[change.name] = change.values
@@ -141,10 +155,9 @@ def write_payload(
 def payload_of(
     tensors: Mapping[str, Tensor], version: int | None = None, *, lineage: int = 0, base_lineage: int = 0
 ) -> Payload:
-    """Return the payload that is made of these tensors, as they come from a Delta Transfer Engine or from `Payload.tensors`.
+    """Return the payload that bare named tensors are, such as those that a Delta Transfer Engine sends.
 
-    Nothing but the header is looked at; the rest is checked where the payload is read. It is for a `Transport` that
-    carries bare named tensors.
+    Only the header is looked at; the rest is checked where the payload is read.
 
     Args:
         tensors: by name, with a header; without one they are a full payload.
@@ -156,8 +169,8 @@ def payload_of(
         ValueError, VersionError: `version` is no version.
 
     Example:
-        >>> full, header = payload_of({"w": torch.zeros(2)}, version=2), torch.tensor([0x41574558, 1, 3, 2, 0, 0])
-        >>> delta = payload_of({"__awex_delta_header__": header})
+        >>> full = payload_of({"w": torch.zeros(2)}, version=2)
+        >>> delta = payload_of({"__awex_delta_header__": torch.tensor([0x41574558, 1, 3, 2, 0, 0])})
         >>> full.full, full.version, delta.full, delta.base_version, delta.version
         (True, 2, False, 2, 3)
     """
@@ -167,11 +180,13 @@ def payload_of(
         said, base = _header(tensors)[2:4]
     elif version is None:
         what, expected = "a payload without a header is a full one, and does not say its version", "version="
-        raise FrameError(what, expected=expected, got="none", fix="pass version=, the number that its sender gave it")
+        fix = "pass version=, the number that its sender gave it"
+        raise FrameError(what, expected=expected, got="none", fix=fix)
     else:
         said, base = version, NONE
     if version not in (None, said):
-        raise FrameError("a payload makes another version", slot=HEADER, expected=version, got=said, fix="ask for the version it makes")
+        what, fix = "a payload makes another version", "ask for the version that it makes"
+        raise FrameError(what, slot=HEADER, expected=version, got=said, fix=fix)
     return Payload(said, base, base == NONE, tensors, lineage, base_lineage)
 
 
@@ -205,10 +220,12 @@ def _read_bare(payload: Payload) -> tuple[Change, ...]:
     """Read a payload that has no header: it can only be a full one, in which all tensors are whole."""
     said = (payload.full, payload.base_version)
     if said != (True, NONE):
-        raise _bad("a payload without a header is a full one", HEADER, f"full, base {(True, NONE)}, or a header", said)
+        expected = f"full, base {(True, NONE)}, or a header"
+        raise _bad("a payload without a header is a full one", HEADER, expected, said)
     for name in payload.tensors:
         if isinstance(name, str) and name.endswith((INDEX, VALUE)):
-            raise _bad("a payload without a header is a full one, and this is part of a delta", name, "a whole tensor, or a header", name)
+            what = "a payload without a header is a full one, and this is part of a delta"
+            raise _bad(what, name, "a whole tensor, or a header", "neither")
     return _collect(payload.tensors)
 
 

@@ -166,7 +166,9 @@ class ReceiverState:
         for width, target in self._targets.items():
             own[self._spaces[width].pieces.entry] = target.flat.writes
         self._now = Fingerprint.of(self._local.live, moved=True)
-        foreign = foreign_writes(self._begun, self._now, self._local.own_writes(own), self._local.live.tensors)
+        foreign = foreign_writes(
+            self._begun, self._now, self._local.own_writes(own), self._local.live.tensors
+        )
         if foreign:
             self.chain.distrust(WRITTEN)
             name = self._layout.manifest.entries[foreign[0]].name

@@ -17,7 +17,14 @@ from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.engine.chain import NONE, Chain
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
-from dte_dist.engine.payload import Change, check_version, flat_bits, index_dtype, refuse_reserved, write_payload
+from dte_dist.engine.payload import (
+    Change,
+    check_version,
+    flat_bits,
+    index_dtype,
+    refuse_reserved,
+    write_payload,
+)
 from dte_dist.errors import VersionReplay
 from dte_dist.layout import brought_home
 from dte_dist.plan.schedule import SEGMENT
@@ -51,8 +58,9 @@ class DeltaTracker:
     Args:
         ratio: a tensor of n elements of s bytes, k of them changed, is sent in part if k * (4 + s) <= ratio * n * s.
         keep: keep a copy of all bits; without it every payload is full.
-        header: give full payloads a header, too. False writes them as the Delta Transfer Engine does, whose receivers take whatever has a
-            header for a delta; what the header says is then known only from the `Payload`.
+        header: give full payloads a header, too. False writes them as the Delta Transfer Engine does, whose
+            receivers take whatever has a header for a delta; then only the `Payload` says which version they
+            make.
 
     Raises:
         ValueError: `ratio` is negative or no number, or `header` is neither True nor False.
@@ -94,8 +102,8 @@ class DeltaTracker:
         """Return what leads from the committed version to `version`: a delta, or everything if there is none.
 
         Args:
-            named_tensors: plain tensors on one device, or on the CPU and one accelerator; any dtype of 1, 2, 4 or 8 bytes. They
-                may change as soon as this returns.
+            named_tensors: plain tensors on one device, or on the CPU and one accelerator; any dtype of 1, 2,
+                4 or 8 bytes. They may change as soon as this returns.
             version: to make; above every version committed so far.
             full: everything, though there is a version to start from; names, shapes and dtypes may then be new.
             wire: by name, dtypes to send instead of the tensors' own: what differs is found after the cast.
@@ -125,7 +133,9 @@ class DeltaTracker:
         chain = self._chain
         lineage = _draw() if chain.broken_off else chain.stream
         base, base_lineage = (NONE, 0) if full else (chain.version, chain.stream)
-        return write_payload(version, base, changes, lineage=lineage, base_lineage=base_lineage, header=self._header)
+        return write_payload(
+            version, base, changes, lineage=lineage, base_lineage=base_lineage, header=self._header
+        )
 
     def commit(self) -> None:
         """Move to the version of the last `diff`, whose payload was sent.

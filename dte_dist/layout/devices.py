@@ -1,13 +1,14 @@
 """On which device the tensors of a rank are looked at, where they lie on two.
 
 All that finds, codes and writes changes works on one device. FSDP2's CPUOffloadPolicy leaves the tensors of a
-rank on two: parameters on the CPU, buffers on the accelerator. So the device that holds more bytes is home:
+rank on
+two: parameters on the CPU, buffers on the accelerator. So the device that holds more bytes is home:
 
-1. `home_of` says which one that is, whenever a tensor is new or has moved, and which tensors are away from it.
-2. A reading copies these into `StandIns` at home. Sources compare them and send them, receivers write to them.
+1. `home_of` says which one that is, whenever a tensor is new or has moved, and which tensors are away.
+2. A reading copies these into `StandIns` at home. Sources compare and send them, receivers write to them.
 3. `StandIns.write_back` puts what was written to a stand-in into the tensor that it stands for, in place.
 
-It costs room for the stand-ins during a sync, less than half of the rank's bytes, and at each reading one copy
+It costs room for the stand-ins during a sync, at most half of the rank's bytes, and at each reading one copy
 across for each tensor that is away, which waits for the accelerator.
 """
 
@@ -63,7 +64,7 @@ def home_of(tensors: Sequence[Tensor], names: Sequence[str]) -> tuple[torch.devi
 
 
 def brought_home(tensors: Mapping[str, Tensor]) -> tuple[torch.device, dict[str, Tensor]]:
-    """Return the device that named tensors can be read on, and all of them there: copies of those that are away.
+    """Return the device that named tensors can be read on, and all of them there: copies where they are away.
 
     Raises:
         LayoutMismatch: as `home_of`.
@@ -76,7 +77,10 @@ def brought_home(tensors: Mapping[str, Tensor]) -> tuple[torch.device, dict[str,
     found = dict(tensors)
     if away:
         names, stand_ins = list(tensors), StandIns.of(list(tensors.values()), away, home)
-        found |= {names[index]: stand_ins.copies[place] for index, place in zip(away, stand_ins.places.tolist(), strict=True)}
+        found |= {
+            names[index]: stand_ins.copies[place]
+            for index, place in zip(away, stand_ins.places.tolist(), strict=True)
+        }
     return home, found
 
 
@@ -138,18 +142,23 @@ class StandIns:
         places = []
         for index in away:
             tensor = tensors[index]
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else index
+            key = (
+                (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else index
+            )
             if key not in numbers:
                 numbers[key] = len(live)
                 live.append(tensor)
             places.append(numbers[key])
-        with torch.inference_mode(False), torch.no_grad():  # a copy has a version counter, whatever the tensor has
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # a copy has a version counter, whatever the tensor has
             copies = [_copied(tensor, home) for tensor in live]
         versions = np.array([copy._version for copy in copies], np.int64)
         return cls(live, copies, np.array(places), np.array(away), np.zeros(len(live), np.int64), versions)
 
     def write_back(self) -> None:
-        """Write the copies that were written to since they were last alike into the tensors: addresses stay, counters move."""
+        """Write the copies that were written to into the tensors: addresses stay, counters move by one."""
         for number, (live, copy) in enumerate(zip(self.live, self.copies, strict=True)):
             if copy._version != self._versions[number]:
                 with torch.inference_mode(live.is_inference()), torch.no_grad():
@@ -165,7 +174,9 @@ class StandIns:
         """
         own = writes.copy()
         own[self.indices] = 0
-        first = np.unique(self.places, return_index=True)[1]  # tied names share a counter, so one of them says it all
+        first = np.unique(self.places, return_index=True)[
+            1
+        ]  # tied names share a counter, so one of them says it all
         own[self.indices[first]] = self.writes
         return own
 

@@ -167,7 +167,7 @@ class Layout:
         return list(self.read().live.tensors)
 
     def read(self) -> LocalTensors:
-        """Return what `tensors` returns, with what was learnt of them on the way; all on one device, see `layout.devices`."""
+        """Return what `tensors` does, and what was learnt on the way; on one device, see `layout.devices`."""
         if self._follow is not None:
             self._follow_module(self._follow)
         objects = self._resolve()
@@ -249,7 +249,10 @@ class _Follower:
         """Return a follower of the module as it is now."""
         module = self._tree.module()
         if module is None:
-            raise LayoutMismatch("the module of this layout no longer exists", fix="keep a reference to the module, or build a new Layout")
+            raise LayoutMismatch(
+                "the module of this layout no longer exists",
+                fix="keep a reference to the module, or build a new Layout",
+            )
         return _Follower(ModuleTree(module), self._rule)
 
 

@@ -102,7 +102,7 @@ class LocalTensors:
             self.stand_ins.write_back()
 
     def own_writes(self, writes: np.ndarray) -> np.ndarray:
-        """Return how often the `live` tensors were written to, by this rank, where these were written to so often."""
+        """Return how often this rank wrote to the `live` tensors, where it wrote to these so often."""
         return writes if self.stand_ins is None else self.stand_ins.own_writes(writes)
 
     def forget(self) -> LocalTensors:

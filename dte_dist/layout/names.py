@@ -19,7 +19,7 @@ from dte_dist.errors import LayoutMismatch
 __all__ = ["WRAPPERS", "NameRule", "Rename", "Select", "canonical_name", "refuse_duplicates"]
 
 Select = Callable[[str], bool] | str | Sequence[str] | None
-"""Which slots take part: a predicate on the canonical name, or one or several fnmatch patterns of which one must match."""
+"""Which slots take part: a predicate on the canonical name, or fnmatch patterns, of which one must match."""
 
 Rename = Callable[[str], str] | None
 """From the canonical name to the name that both sides agree on."""
@@ -94,9 +94,13 @@ def _predicate(select: Select) -> Callable[[str], bool]:
         return _always
     if callable(select):
         return select
-    patterns = (select,) if isinstance(select, str) else tuple(select) if isinstance(select, Iterable) else (select,)
+    patterns = (
+        (select,) if isinstance(select, str) else tuple(select) if isinstance(select, Iterable) else (select,)
+    )
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"select must be a callable, a pattern such as 'layers.*' or a list of patterns, not {select!r}")
+        raise ValueError(
+            f"select must be a callable, a pattern such as 'layers.*' or a list of patterns, not {select!r}"
+        )
     matches = re.compile("|".join(map(translate, patterns)) or r"(?!)").match
     return lambda name: matches(name) is not None
 

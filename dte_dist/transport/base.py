@@ -22,7 +22,7 @@ _SHORTEST: Final = 1e-3
 """Seconds; torch counts a timeout in whole milliseconds, and to it none at all means to wait for ever."""
 
 _LONGEST: Final = 1e9
-"""Seconds; past 292 years the nanoseconds of a deadline no longer fit the integers that torch counts them in."""
+"""Seconds; past 292 years the nanoseconds of a deadline do not fit the integers that torch counts them in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +33,8 @@ class Payload:
         version: that it makes.
         base_version: that it starts from; -1 if it is full.
         full: every tensor is there, whole.
-        tensors: by name, whole tensors or pairs of positions and values, and a header, which a full payload may lack; see
-            `engine.payload`.
+        tensors: by name, whole tensors or pairs of positions and values, and a header, which a full payload
+            may lack; see `engine.payload`.
         lineage: random number of the run that holds `version`, 0 if not known; receivers tell a restart by it.
         base_lineage: the same of `base_version`; it differs where a push in between may or may not have arrived.
         sender: rank of the sender in the plan; 0 if there is no plan.
@@ -132,6 +132,12 @@ def check_timeout(timeout: timedelta | float) -> float:
         (3.0, 120.0)
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not _SHORTEST <= seconds <= _LONGEST:
-        raise ValueError(f"timeout is a timedelta or a number of seconds, from 0.001 to 10^9, not {timeout!r}")
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not _SHORTEST <= seconds <= _LONGEST
+    ):
+        raise ValueError(
+            f"timeout is a timedelta or a number of seconds, from 0.001 to 10^9, not {timeout!r}"
+        )
     return float(seconds)

@@ -44,7 +44,8 @@ _LOST = "start the lost rank again or form a group of the survivors, and call ag
 
 
 def group_of(group: Group | None) -> dist.ProcessGroup | None:
-    """Return the process group that a caller means; None is the world, which is None itself where nothing is initialised.
+    """Return the process group that a caller means. None is the world; that is None where nothing is
+    initialised.
 
     Raises:
         ValueError: it is a mesh of several dimensions, or one that has no group on this rank.
@@ -59,7 +60,8 @@ def group_of(group: Group | None) -> dist.ProcessGroup | None:
     if group.ndim != 1:
         dims = group.mesh_dim_names or range(group.ndim)
         ways = " or ".join(f"mesh.get_group({dim!r})" for dim in dims)
-        raise ValueError(f"a mesh of {group.ndim} dimensions has a group for each of them: pass {ways}, or a group of all its ranks")
+        what = f"a mesh of {group.ndim} dimensions has a group for each of them"
+        raise ValueError(f"{what}: pass {ways}, or a group of all its ranks")
     if group.get_coordinate() is None:
         raise ValueError("this rank is not in the mesh: call on its ranks only")
     try:

@@ -70,7 +70,8 @@ class ProcessGroupTransport(Transport):
         group: process group, or a mesh of one dimension; None for the world.
         src: group rank of the one sender, 0 if nothing is given; all other members receive.
         plan: for several senders: who sends to whom, in group ranks; each payload goes only to the ranks that need it.
-        timeout: seconds, or a timedelta, that any wait for another rank may take; `send` and `receive` may ask for less.
+        timeout: seconds, or a timedelta, that any wait for another rank may take; `send` and `receive` may
+            ask for less.
 
     Raises:
         ValueError, LayoutMismatch: on all ranks, if a call makes no sense or the ranks do not agree.
@@ -226,7 +227,9 @@ class ProcessGroupTransport(Transport):
             self._meet(version, None, error, timeout)
         raise error
 
-    def _meet(self, version: int, payload: Payload | None, error: Exception | None, timeout: timedelta | float) -> None:
+    def _meet(
+        self, version: int, payload: Payload | None, error: Exception | None, timeout: timedelta | float
+    ) -> None:
         """Meet all members, and keep what comes for this rank.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Real ranks: what may be written in several ways means the same: groups and meshes, dtypes and names, one pattern and a list."""
+"""Real ranks: what may be written in several ways means the same: groups, dtypes, patterns, timeouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,15 @@ def a_mesh_and_its_group(rank: int, world: int) -> Any:
         dte_dist.invalidate(module, mesh)
     seeded = sync(module, mesh).seeded
     dte_dist.close(module, mesh)
-    return versions, prints_of, len(key), [each is dist.group.WORLD for each in key], equal, seeded, keys_of(module)
+    return (
+        versions,
+        prints_of,
+        len(key),
+        [each is dist.group.WORLD for each in key],
+        equal,
+        seeded,
+        keys_of(module),
+    )
 
 
 def test_a_mesh_of_one_dimension_is_its_group(ranks: Ranks) -> None:
@@ -64,7 +72,10 @@ def part_of_a_mesh(rank: int, world: int) -> Any:
     sync(module, mesh["shard"])
     report = sync(module, mesh.get_group("shard"))
     (key,) = keys_of(module)
-    transport, weights = ProcessGroupTransport(mesh["role"], timeout=TIMEOUT), {"w": torch.full((5,), float(rank))}
+    transport, weights = (
+        ProcessGroupTransport(mesh["role"], timeout=TIMEOUT),
+        {"w": torch.full((5,), float(rank))},
+    )
     engine = DeltaEngine(transport, timeout=TIMEOUT)
     if mesh["role"].get_local_rank() == 0:
         engine.push(weights, 1)
@@ -73,7 +84,13 @@ def part_of_a_mesh(rank: int, world: int) -> Any:
     dist.barrier()
     transport.close()
     dte_dist.close(module, mesh["shard"])
-    return report.version, report.changed, key is mesh.get_group("shard"), prints(module), weights["w"].tolist()
+    return (
+        report.version,
+        report.changed,
+        key is mesh.get_group("shard"),
+        prints(module),
+        weights["w"].tolist(),
+    )
 
 
 def test_a_dimension_of_a_mesh_is_its_group(ranks: Ranks) -> None:
@@ -103,10 +120,19 @@ def no_group(rank: int, world: int) -> Any:
     groupless = DeviceMesh("cpu", list(range(world)), _init_backend=False)
     said = []
     for call in TAKE_GROUPS.values():
-        said.append([caught(lambda call=call, group=group: call(module, group)) for group in (named, numbered, groupless)])
+        said.append(
+            [
+                caught(lambda call=call, group=group: call(module, group))
+                for group in (named, numbered, groupless)
+            ]
+        )
         if rank == 0:
             said[-1].append(caught(lambda call=call: call(module, some)))
-    return said, sync(module).version, sync(model(rank)).version  # neither a channel nor the counting of them has suffered
+    return (
+        said,
+        sync(module).version,
+        sync(model(rank)).version,
+    )  # neither a channel nor the counting of them has suffered
 
 
 def test_a_mesh_that_is_no_group_is_refused_with_the_way_out(ranks: Ranks) -> None:
@@ -129,16 +155,29 @@ def ways_to_say_the_same(rank: int, world: int) -> Any:
     versions = []
     for turn in range(4):
         at = (turn + rank) % 4
-        report = sync(module, src=[0, 1], wire_dtype=wires[at], select=patterns[at], timeout=[TIMEOUT, timedelta(seconds=15)][at % 2])
+        report = sync(
+            module,
+            src=[0, 1],
+            wire_dtype=wires[at],
+            select=patterns[at],
+            timeout=[TIMEOUT, timedelta(seconds=15)][at % 2],
+        )
         versions.append((report.version, report.kind))
     weights = {name: bits for name, bits in prints(module.bfloat16()).items() if name.endswith("weight")}
-    return versions, caught(lambda: sync(module, src=[0, 1], wire_dtype="fp16", select="*.weight")), len(keys_of(module)), weights
+    return (
+        versions,
+        caught(lambda: sync(module, src=[0, 1], wire_dtype="fp16", select="*.weight")),
+        len(keys_of(module)),
+        weights,
+    )
 
 
 def test_a_dtype_and_its_name_one_pattern_and_a_list_agree(ranks: Ranks) -> None:
     versions, (kind, text), channels, _ = same(ranks.run(ways_to_say_the_same))
     assert versions == [(1, "full"), (2, "delta"), (3, "delta"), (4, "delta")] and channels == 1
-    assert kind == "ValueError" and text.startswith("wire_dtype: not what the call that opened the channel passed")
+    assert kind == "ValueError" and text.startswith(
+        "wire_dtype: not what the call that opened the channel passed"
+    )
 
 
 def no_dtype(rank: int, world: int) -> Any:

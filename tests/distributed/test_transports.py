@@ -245,7 +245,9 @@ def full_payloads_without_header(stage: Stage) -> None:
     for version in range(6):
         stage.change(version)
         stage.both(version)
-        assert all((HEADER in stage.transport[rank].last.tensors) == bool(version % 3) for rank in stage.senders)
+        assert all(
+            (HEADER in stage.transport[rank].last.tensors) == bool(version % 3) for rank in stage.senders
+        )
     stage.push_with = {rank: stage.new_engine(rank, header=False) for rank in stage.senders}
     for version in (3, 5, 6):
         stage.change(version)
@@ -396,8 +398,9 @@ def comes_late(stage: Stage) -> None:
 
 
 SCENARIOS = [
-    quickstart, memory_of_receivers_stays, gap, nothing_to_start_from, replay, restart, full_payloads_without_header,
-    send_that_fails_before, send_that_fails_after, wrong_payload, disturbed_targets, nobody_sends, closed_by_one,
+    quickstart, memory_of_receivers_stays, gap, nothing_to_start_from, replay, restart,
+    full_payloads_without_header, send_that_fails_before, send_that_fails_after, wrong_payload,
+    disturbed_targets, nobody_sends, closed_by_one,
 ]  # fmt: skip
 RUNS = [(scenario, topology) for scenario in SCENARIOS for topology in TOPOLOGIES if (scenario, topology) != (nobody_sends, "colocated")]
 IDS = [f"{scenario.__name__}-{topology}" for scenario, topology in RUNS]

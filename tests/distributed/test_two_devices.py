@@ -1,7 +1,8 @@
-"""Real ranks whose tensors lie on two devices: FSDP2 with parameters on the CPU trains, and keeps its buffers where it computes.
+"""Real ranks whose tensors lie on two devices: FSDP2 keeps parameters on the CPU, and buffers where it
+computes.
 
-There is one device here: some memory counts as lying on a GPU (`layout.devices` asks for devices in one place, and is told so there).
-What it takes with a real GPU is in tests/gpu.
+There is one device here: some memory counts as lying on a GPU (`layout.devices` asks for devices in one
+place, and is told so there). What it takes with a real GPU is in tests/gpu.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def on_a_gpu(*tensors: Tensor) -> Iterator[None]:
 
 def network(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 6), nn.BatchNorm1d(6, dtype=torch.float64))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 6), nn.BatchNorm1d(6, dtype=torch.float64)
+    )
 
 
 def prints(module: nn.Module) -> dict[str, str]:
@@ -87,16 +90,33 @@ def offloaded(rank: int, world: int, collective: str) -> Any:
             report = call(module, timeout=TIMEOUT, async_op=number == 3, codec=["fast", "small"][number % 2])
             report = report.wait() if number == 3 else report
             pairs = list(zip(places, marks(module), strict=True))
-            stays, moved = all(old[0] == new[0] for old, new in pairs), [new[1] - old[1] for old, new in pairs]
+            stays, moved = (
+                all(old[0] == new[0] for old, new in pairs),
+                [new[1] - old[1] for old, new in pairs],
+            )
             found.append((report.kind, report.reason, stays, moved))
         equal = dte_dist.verify(module).equal
-        state = prints(module) if rank in (0, 1) else {name: digest(tensor) for name, tensor in module.state_dict().items()}
+        state = (
+            prints(module)
+            if rank in (0, 1)
+            else {name: digest(tensor) for name, tensor in module.state_dict().items()}
+        )
         if rank == 2:
             module[1].num_batches_tracked += 1
         seeded = getattr(dte_dist, collective)(module, timeout=TIMEOUT)
-        stands_in = channel_of(module).parts.receiver is None or channel_of(module).parts.receiver._layout.read().stand_ins is not None
+        stands_in = (
+            channel_of(module).parts.receiver is None
+            or channel_of(module).parts.receiver._layout.read().stand_ins is not None
+        )
     dte_dist.close(module)
-    return found, equal, state, (seeded.seeded, seeded.reason), stands_in, digest(module[1].num_batches_tracked)
+    return (
+        found,
+        equal,
+        state,
+        (seeded.seeded, seeded.reason),
+        stands_in,
+        digest(module[1].num_batches_tracked),
+    )
 
 
 @pytest.mark.parametrize("collective", ["delta_broadcast", "delta_p2p"])
@@ -106,7 +126,10 @@ def test_parameters_on_the_cpu_and_buffers_on_a_gpu(ranks: Ranks, collective: st
         assert [kind for kind, *_ in found] == ["full", "delta", "delta", "delta"] and equal and stands_in
         assert all(stays for _, _, stays, _ in found)
     assert same([state for _, _, state, *_ in results])
-    assert same([seeded for _, _, _, seeded, *_ in results]) == ((2,), "rank 2 seeded: its weights were written to by others")
+    assert same([seeded for _, _, _, seeded, *_ in results]) == (
+        (2,),
+        "rank 2 seeded: its weights were written to by others",
+    )
     assert same([last for *_, last in results])
     for found, *_ in results[2:]:  # what did not change is not written to, wherever it lies
         assert [[bool(count) for count in moved] for *_, moved in found[1:]] == [
@@ -119,7 +142,9 @@ def several(rank: int, world: int) -> Any:
     module = network(rank)
     buffers = list(module.buffers()) if rank == 1 else []
     real, others = devices._device_of, {tensor.data_ptr(): index for index, tensor in enumerate(buffers[:3])}
-    devices._device_of = lambda tensor: torch.device("cuda", others[at] % 2) if (at := tensor.data_ptr()) in others else tensor.device
+    devices._device_of = lambda tensor: (
+        torch.device("cuda", others[at] % 2) if (at := tensor.data_ptr()) in others else tensor.device
+    )
     try:
         return caught(lambda: dte_dist.delta_broadcast(module, timeout=TIMEOUT))
     finally:
@@ -129,4 +154,7 @@ def several(rank: int, world: int) -> Any:
 def test_several_accelerators_of_one_rank_are_refused_on_all(ranks: Ranks) -> None:
     kind, text = same(ranks.run(several))
     assert kind == "LayoutMismatch" and "several accelerators" in text
-    assert "'1.running_mean' on cuda:0, '1.running_var' on cuda:1" in text and "leave them out with select=" in text
+    assert (
+        "'1.running_mean' on cuda:0, '1.running_var' on cuda:1" in text
+        and "leave them out with select=" in text
+    )

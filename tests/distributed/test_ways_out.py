@@ -42,7 +42,10 @@ def changed_module(rank: int, world: int, how: str) -> Any:
 def test_a_module_that_changed_opens_a_new_channel_once_the_old_one_is_closed(ranks: Ranks, how: str) -> None:
     (kind, text), report, _, _ = same(ranks.run(changed_module, how))
     assert kind == "LayoutMismatch" and report == "full"
-    assert "Way out: call dte_dist.close(module, group) on every rank, and sync again: a new channel opens" in text
+    assert (
+        "Way out: call dte_dist.close(module, group) on every rank, and sync again: a new channel opens"
+        in text
+    )
 
 
 def changed_layout(rank: int, world: int) -> Any:
@@ -59,7 +62,10 @@ def changed_layout(rank: int, world: int) -> Any:
 
 def test_a_layout_of_tensors_that_changed_is_built_anew(ranks: Ranks) -> None:
     (kind, text), report, found = same(ranks.run(changed_layout))
-    assert kind == "LayoutMismatch" and "if you passed a Layout, build a new one of the changed tensors, and pass that" in text
+    assert (
+        kind == "LayoutMismatch"
+        and "if you passed a Layout, build a new one of the changed tensors, and pass that" in text
+    )
     assert report == "full" and found == [0.0] * 5
 
 
@@ -77,7 +83,11 @@ def reported(rank: int, world: int) -> Any:
 
 def test_the_codecs_are_in_the_line_of_a_rank_that_knows_them(ranks: Ranks) -> None:
     (source, all_seeded), *receivers = ranks.run(reported)
-    assert ", codec ef+planes, " in source[0] and source[1]["codecs"] == {"ef+planes": 1} and source[1]["changed"] == 5
+    assert (
+        ", codec ef+planes, " in source[0]
+        and source[1]["codecs"] == {"ef+planes": 1}
+        and source[1]["changed"] == 5
+    )
     for line, fields in (all_seeded, *(each for found in receivers for each in found)):
         assert "codec" not in line and fields["codecs"] == {}
     assert all_seeded[1]["seeded"] == [1, 2]  # what was prepared for them has not been sent

@@ -212,12 +212,20 @@ def test_a_module_that_moves_away_and_back(ranks) -> None:
 
 
 def two_devices(rank: int, world: int, sizes: tuple[int, int]) -> Any:
-    """Sync tensors on two devices, at both ends, with a tie and strides on the GPU: in full, in part, and in the background."""
+    """Sync tensors on two devices, at both ends, tied and strided ones on the GPU; once in the background."""
     begin()
     group = dist.new_group([0], backend=BACKEND)
-    trained = {"a": torch.randn(sizes[0]), "b": torch.randn(sizes[1], 4, device=DEVICE).t(), "n": torch.tensor(3, device=DEVICE)}
+    trained = {
+        "a": torch.randn(sizes[0]),
+        "b": torch.randn(sizes[1], 4, device=DEVICE).t(),
+        "n": torch.tensor(3, device=DEVICE),
+    }
     trained["tied"] = trained["b"]
-    rollout = {"a": torch.zeros(sizes[0]), "b": torch.zeros(sizes[1], 4, device=DEVICE).t(), "n": torch.tensor(0, device=DEVICE)}
+    rollout = {
+        "a": torch.zeros(sizes[0]),
+        "b": torch.zeros(sizes[1], 4, device=DEVICE).t(),
+        "n": torch.tensor(0, device=DEVICE),
+    }
     rollout["tied"] = rollout["b"]
     mine, into = (dte_dist.Layout.from_tensors(side) for side in (trained, rollout))
     before, kinds, faults = {name: tensor.data_ptr() for name, tensor in rollout.items()}, [], list[str]()
@@ -234,7 +242,9 @@ def two_devices(rank: int, world: int, sizes: tuple[int, int]) -> Any:
     equal = dte_dist.verify(mine, group).equal
     rollout["n"] += 1
     reason = dte_dist.delta_p2p(mine, group, into=into).reason
-    faults += wrong(trained, rollout) + [name for name, tensor in rollout.items() if tensor.data_ptr() != before[name]]
+    faults += wrong(trained, rollout) + [
+        name for name, tensor in rollout.items() if tensor.data_ptr() != before[name]
+    ]
     return kinds, faults, equal, reason
 
 

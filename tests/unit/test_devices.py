@@ -1,7 +1,8 @@
 """Unit tier, no ranks: tensors of a rank on two devices, and what stands in for those that are away.
 
-There is one device here. `FAR` is memory that counts as lying on a GPU: `layout.devices` asks for devices in one place only, and is
-told so there. What is really copied across, and how a real GPU is waited for, is in tests/gpu.
+There is one device here. `FAR` is memory that counts as lying on a GPU: `layout.devices` asks for devices in
+one place only, and is told so there. What is really copied across, and how a real GPU is waited for, is in
+tests/gpu.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist import DeltaEngine, DeltaTracker, Layout, LayoutMismatch, LoopbackTransport, Payload, Plan, reconstruct_against_base
+from dte_dist import (
+    DeltaEngine,
+    DeltaTracker,
+    Layout,
+    LayoutMismatch,
+    LoopbackTransport,
+    Payload,
+    Plan,
+    reconstruct_against_base,
+)
 from dte_dist.change.fingerprint import Fingerprint
 from dte_dist.engine.chain import NONE
 from dte_dist.layout import brought_home, devices, home_of, one_device
@@ -23,12 +33,22 @@ from tests.unit.test_states import Pair, bits, same_bits
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 FAR: dict[int, Tensor] = {}  # by address, and kept, so that no other tensor comes to lie there
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.float64,
+)
 
 
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(devices, "_device_of", lambda tensor: GPU if tensor.data_ptr() in FAR else tensor.device)
+    monkeypatch.setattr(
+        devices, "_device_of", lambda tensor: GPU if tensor.data_ptr() in FAR else tensor.device
+    )
     yield
     FAR.clear()
 
@@ -47,16 +67,20 @@ def near(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def near_and_far(numel: int = 300) -> dict[str, Tensor]:
-    """Parameters on the CPU; buffers on the GPU, of several widths, one of them strided and one under two names."""
+    """Parameters on the CPU; buffers on the GPU, of several widths, one strided and one under two names."""
     generator = torch.Generator().manual_seed(numel)
     made = {f"p{i}": torch.randn(numel, generator=generator) for i in range(2)}
-    made |= {"b.mean": far(torch.randn(20, generator=generator)), "b.steps": far(torch.tensor(7)), "b.flags": far(torch.ones(5).bool())}
+    made |= {
+        "b.mean": far(torch.randn(20, generator=generator)),
+        "b.steps": far(torch.tensor(7)),
+        "b.flags": far(torch.ones(5).bool()),
+    }
     made["b.wide"] = far(torch.randn(4, 8, generator=generator).t())
     made["b.half"] = made["b.half.tied"] = far(torch.randn(9, generator=generator).bfloat16())
     return made
 
 
-# Where home is -----------------------------------------------------------------------------------------------------------
+# Where home is ----------------------------------------------------------------------------------------------
 
 HOMES = {
     "one": ([(CPU, 4), (CPU, 9)], CPU, []),
@@ -81,40 +105,64 @@ def test_home_is_where_most_bytes_are(case: str, monkeypatch: pytest.MonkeyPatch
 def test_several_accelerators_are_refused_with_what_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
     where = [GPU, GPU, OTHER, CPU, OTHER, GPU]
     tensors = [torch.zeros(1) for _ in where]
-    monkeypatch.setattr(devices, "_device_of", lambda tensor: where[[each is tensor for each in tensors].index(True)])
+    monkeypatch.setattr(
+        devices, "_device_of", lambda tensor: where[[each is tensor for each in tensors].index(True)]
+    )
     with pytest.raises(LayoutMismatch) as caught:
         home_of(tensors, list("abcdef"))
     assert str(caught.value) == (
-        "the tensors of this rank are on several accelerators [slot 'c'; got 'c' on cuda:1, 'd' on cpu, 'e' on cuda:1, "
-        "the other 3 on cuda:0]. Way out: move them to cuda:0, or leave them out with select=."
+        "the tensors of this rank are on several accelerators [slot 'c'; got 'c' on cuda:1, 'd' on cpu, "
+        "'e' on cuda:1, the other 3 on cuda:0]. Way out: move them to cuda:0, or leave them out with select=."
     )
 
 
 def test_where_one_device_is_needed_the_others_are_named() -> None:
     tensors = [torch.zeros(2), *(far(torch.zeros(2)) for _ in range(7)), *(torch.zeros(2) for _ in range(8))]
-    with pytest.raises(LayoutMismatch, match=r"several devices \[slot '1'; got '1' on cuda:0, .*'4' on cuda:0 and 3 more, the other 9 on"):
+    with pytest.raises(
+        LayoutMismatch,
+        match=r"several devices \[slot '1'; got '1' on cuda:0, .*'4' on cuda:0 and 3 more, the other 9 on",
+    ):
         one_device(tensors, list(map(str, range(len(tensors)))))
-    assert one_device(tensors[:1], ["0"]) == one_device([], []) == CPU and one_device(tensors[1:3], ["1", "2"]) == GPU
+    assert (
+        one_device(tensors[:1], ["0"]) == one_device([], []) == CPU
+        and one_device(tensors[1:3], ["1", "2"]) == GPU
+    )
 
 
-# What stands in ----------------------------------------------------------------------------------------------------------
+# What stands in ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stand_ins_have_the_bits_and_give_back_what_is_written(dtype: torch.dtype) -> None:
-    live = [random_bits(dtype, 6, 10), random_bits(dtype, 7, 5, seed=1).t(), random_bits(dtype), random_bits(dtype, 0, 3)]
+    live = [
+        random_bits(dtype, 6, 10),
+        random_bits(dtype, 7, 5, seed=1).t(),
+        random_bits(dtype),
+        random_bits(dtype, 0, 3),
+    ]
     new = random_bits(dtype, 5, 7, seed=2)
     before = [(tensor.data_ptr(), tensor._version, bits(tensor)) for tensor in live]
     stand_ins = StandIns.of(live, range(4), CPU)
     assert [bits(copy) for copy in stand_ins.copies] == [held for *_, held in before]
-    assert all(copy.is_contiguous() and copy.shape == tensor.shape for copy, tensor in zip(stand_ins.copies, live, strict=True))
-    assert not {copy.data_ptr() for copy in stand_ins.copies if copy.numel()} & {tensor.data_ptr() for tensor in live}
+    assert all(
+        copy.is_contiguous() and copy.shape == tensor.shape
+        for copy, tensor in zip(stand_ins.copies, live, strict=True)
+    )
+    assert not {copy.data_ptr() for copy in stand_ins.copies if copy.numel()} & {
+        tensor.data_ptr() for tensor in live
+    }
     stand_ins.write_back()
-    assert [(tensor.data_ptr(), tensor._version, bits(tensor)) for tensor in live] == before  # nothing was written, so nothing is
+    assert [
+        (tensor.data_ptr(), tensor._version, bits(tensor)) for tensor in live
+    ] == before  # nothing was written, so nothing is
     stand_ins.copies[1].view(torch.uint8 if dtype is torch.bool else dtype).copy_(new)
     for _ in range(2):
         stand_ins.write_back()
-    assert bits(live[1]) == bits(new) and live[1]._version == before[1][1] + 1 and live[1].data_ptr() == before[1][0]
+    assert (
+        bits(live[1]) == bits(new)
+        and live[1]._version == before[1][1] + 1
+        and live[1].data_ptr() == before[1][0]
+    )
     assert [bits(live[index]) for index in (0, 2, 3)] == [before[index][2] for index in (0, 2, 3)]
     assert stand_ins.writes.tolist() == [0, 1, 0, 0]
 
@@ -145,7 +193,9 @@ def test_a_layout_is_read_at_home_and_found_where_it_lies() -> None:
     layout = Layout.from_tensors(tensors)
     read, names = layout.read(), [entry.name for entry in layout.manifest.entries]
     by_name = dict(zip(names, read.tensors, strict=True))
-    assert read.device == CPU and {name for name, tensor in by_name.items() if tensor.data_ptr() in FAR} == set()
+    assert (
+        read.device == CPU and {name for name, tensor in by_name.items() if tensor.data_ptr() in FAR} == set()
+    )
     assert all(bits(by_name[name]) == bits(tensor) for name, tensor in tensors.items())
     assert read.addresses.tolist() == [tensor.data_ptr() for tensor in read.tensors]
     assert read.contiguous.tolist() == [tensor.is_contiguous() for tensor in read.tensors]
@@ -177,7 +227,7 @@ def test_a_tensor_that_moves_away_or_home_is_noticed() -> None:
     assert layout.read().stand_ins is None
 
 
-# Syncs -------------------------------------------------------------------------------------------------------------------
+# Syncs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sides", ["source", "receiver", "both"])
@@ -195,14 +245,20 @@ def test_seeds_and_deltas(sides: str, bucket_bytes: int) -> None:
         changed = 0
         for name in ("p0", "b.mean", "b.half", "b.wide")[: 4 if step % 2 else 2]:
             trained[name][step : step + 2] += 1.0
-            trained[name][-2:] += 1.0  # in small buckets that is another frame: two writes at home, one where it lies
+            trained[name][-2:] += (
+                1.0  # in small buckets that is another frame: two writes at home, one where it lies
+            )
             changed += 2 * trained[name][:2].numel()
         trained["b.steps"] += step % 2
         before = {name: tensor._version for name, tensor in copy.items()}
         assert pair.sync() == changed + step % 2
         assert same_bits(trained, copy) and pair.receiver.chain.version == step + 2
         moved = {name: tensor._version - before[name] for name, tensor in copy.items()}
-        assert moved["b.flags"] == moved["p1"] == 0 and moved["b.mean"] >= 1 and (moved["b.steps"] >= 1) == bool(step % 2)
+        assert (
+            moved["b.flags"] == moved["p1"] == 0
+            and moved["b.mean"] >= 1
+            and (moved["b.steps"] >= 1) == bool(step % 2)
+        )
     assert {name: tensor.data_ptr() for name, tensor in copy.items()} == addresses
 
 
@@ -248,7 +304,7 @@ def test_the_bits_that_are_sent_are_those_of_prepare() -> None:
     assert bits(pair.copy["b.mean"]) == expected
 
 
-# Engines -----------------------------------------------------------------------------------------------------------------
+# Engines ----------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_sends_from_two_devices_and_receives_on_two() -> None:
@@ -259,7 +315,9 @@ def test_an_engine_sends_from_two_devices_and_receives_on_two() -> None:
     for version in range(3):
         engine.push(weights, version)
         payload = transport.receive(version, timeout=1.0)
-        assert not any(tensor.data_ptr() in FAR for tensor in payload.tensors.values()) and payload.full == (version == 0)
+        assert not any(tensor.data_ptr() in FAR for tensor in payload.tensors.values()) and payload.full == (
+            version == 0
+        )
         engine.pull(copy, version)
         assert same_bits(weights, copy)
         weights["b.mean"][version] += 1
@@ -269,7 +327,9 @@ def test_an_engine_sends_from_two_devices_and_receives_on_two() -> None:
 
 def test_a_payload_on_two_devices_is_read() -> None:
     weights = near_and_far()
-    made = reconstruct_against_base(Payload(1, -1, True, weights), {name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    made = reconstruct_against_base(
+        Payload(1, -1, True, weights), {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    )
     assert same_bits(weights, made)
     tracker = DeltaTracker()
     tracker.diff(weights, 1)

@@ -62,11 +62,18 @@ def test_select_takes_patterns_and_predicates_on_canonical_names():
     assert names(Layout.from_module(wrapped, select=[])) == []
 
 
-@pytest.mark.parametrize("make", [str, lambda pattern: [pattern], lambda pattern: iter([pattern]), lambda pattern: {pattern}])
+@pytest.mark.parametrize(
+    "make", [str, lambda pattern: [pattern], lambda pattern: iter([pattern]), lambda pattern: {pattern}]
+)
 def test_one_pattern_alone_is_a_pattern(make):
-    assert names(Layout.from_module(model(), select=make("*.w*"))) == [name for name in PLAIN if name.endswith("weight")]
+    assert names(Layout.from_module(model(), select=make("*.w*"))) == [
+        name for name in PLAIN if name.endswith("weight")
+    ]
     assert names(Layout.from_tensors(model().state_dict(), select=make("0.*"))) == ["0.bias", "0.weight"]
-    assert Layout.from_module(model(), select=make("*")).is_partial and names(Layout.from_module(model(), select="")) == []
+    assert (
+        Layout.from_module(model(), select=make("*")).is_partial
+        and names(Layout.from_module(model(), select="")) == []
+    )
 
 
 def test_rename_sees_canonical_names_after_select():
@@ -89,7 +96,9 @@ def test_duplicate_names_are_named():
         Layout.from_module(nn.Linear(1, 1), rename=lambda name: "w")
 
 
-@pytest.mark.parametrize("options", [{"select": 0}, {"select": [1]}, {"rename": "x"}, {"rename": lambda name: None}])
+@pytest.mark.parametrize(
+    "options", [{"select": 0}, {"select": [1]}, {"rename": "x"}, {"rename": lambda name: None}]
+)
 def test_options_of_the_wrong_type_are_value_errors(options):
     with pytest.raises(ValueError, match="must"):
         Layout.from_module(nn.Linear(1, 1), **options)

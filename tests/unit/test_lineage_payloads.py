@@ -1,8 +1,10 @@
 """Unit tier, no ranks: payloads of the Delta Transfer Engine, in both directions, byte by byte.
 
-Nothing here is made by the package's own writer: the bytes are put together from the description of the format. A delta is bare tensors
-with a header of six int64: magic "AWEX" (0x41574558), codec 1, version, base version, number of pairs, number of whole tensors. A full
-payload is bare tensors and nothing else; whoever receives it says which version it makes.
+Nothing here is made by the package's own writer: the bytes are put together from the description of the
+format. A delta
+is bare tensors with a header of six int64: magic "AWEX" (0x41574558), codec 1, version, base version, number
+of pairs, number of whole tensors. A full payload is bare tensors and nothing else; whoever receives it says
+which version it makes.
 """
 
 from __future__ import annotations
@@ -92,20 +94,28 @@ STATES: dict[int, dict[str, Bytes]] = {
 
 def tensors_of(by_hand: Mapping[str, Bytes]) -> dict[str, Tensor]:
     return {
-        name: (torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)).view(shape)
+        name: (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+            if data
+            else torch.empty(0, dtype=dtype)
+        ).view(shape)
         for name, (dtype, shape, data) in by_hand.items()
     }
 
 
 def by_hand(tensors: Mapping[str, Tensor]) -> dict[str, Bytes]:
     return {
-        name: (tensor.dtype, tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        name: (
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
         for name, tensor in tensors.items()
     }
 
 
 class Bare(Transport):
-    """Carries bare named tensors, as the transports of a Delta Transfer Engine do: nothing beside them arrives."""
+    """Carries bare named tensors, as transports of a Delta Transfer Engine do, and nothing beside them."""
 
     def __init__(self, sent: Mapping[int, Mapping[str, Tensor]] | None = None) -> None:
         self.sent = dict(sent or {})
@@ -136,7 +146,10 @@ class Ancestor:
             raise RuntimeError(f"chain broken: base {base}, held {self.version}")
         names = [name for name in tensors if name != HEADER]
         assert (magic, codec, tensors[HEADER].dtype) == (0x41574558, 1, torch.int64)
-        assert (2 * pairs, whole) == (sum("@delta_" in name for name in names), sum("@delta_" not in name for name in names))
+        assert (2 * pairs, whole) == (
+            sum("@delta_" in name for name in names),
+            sum("@delta_" not in name for name in names),
+        )
         for name in names:
             if name.endswith("@delta_idx"):
                 target = self.held[name.removesuffix("@delta_idx")].view(-1)
@@ -151,7 +164,10 @@ def targets() -> dict[str, Tensor]:
 
 
 def test_a_run_is_read() -> None:
-    engine, copy = DeltaEngine(Bare({version: tensors_of(step) for version, step in STEPS.items()})), targets()
+    engine, copy = (
+        DeltaEngine(Bare({version: tensors_of(step) for version, step in STEPS.items()})),
+        targets(),
+    )
     for version, state in STATES.items():
         engine.pull(copy, version)
         assert by_hand(copy) == state and engine.version == version
@@ -165,7 +181,7 @@ def test_a_run_is_read_against_a_base() -> None:
 
 
 def test_a_run_is_written() -> None:
-    """Every byte is that of the description, names and order too; `ratio` is such that two of six elements of w are a pair."""
+    """Every byte is that of the description, names and order too."""
     transport = Bare()
     engine = DeltaEngine(transport, header=False)
     for version, state in STATES.items():
@@ -179,7 +195,7 @@ def test_what_is_written_is_understood() -> None:
     weights = {"w": torch.randn(40, 7), "b": torch.zeros(9, dtype=torch.bfloat16)}
     fulls = []
     for version in range(20):
-        weights["w"].view(-1)[version :: 30] += version % 3
+        weights["w"].view(-1)[version::30] += version % 3
         weights["b"][version % 9] = -0.0
         engine.push(weights, version)
         ancestor.receive(transport.sent[version], version)
@@ -215,7 +231,10 @@ BROKEN: dict[str, tuple[int, type[Exception], str]] = {
 def test_the_chain_goes_by_versions_alone(case: str) -> None:
     version, kind, match = BROKEN[case]
     held = 7 if case == "later" else 8
-    engine, copy = DeltaEngine(Bare({version: tensors_of(step) for version, step in STEPS.items()})), targets()
+    engine, copy = (
+        DeltaEngine(Bare({version: tensors_of(step) for version, step in STEPS.items()})),
+        targets(),
+    )
     for before in range(7, held + 1):
         engine.pull(copy, before)
     with pytest.raises(kind, match=match):
@@ -226,7 +245,10 @@ def test_the_chain_goes_by_versions_alone(case: str) -> None:
 
 
 def test_a_delta_of_a_version_that_was_passed_over_is_refused() -> None:
-    engine, copy = DeltaEngine(Bare({version: tensors_of(step) for version, step in STEPS.items()})), targets()
+    engine, copy = (
+        DeltaEngine(Bare({version: tensors_of(step) for version, step in STEPS.items()})),
+        targets(),
+    )
     engine.pull(copy, 11)
     engine._transport.sent[13] = tensors_of({HEADER: header(13, 9, 0, 0)})  # type: ignore[attr-defined]
     with pytest.raises(VersionRestart):
@@ -235,7 +257,7 @@ def test_a_delta_of_a_version_that_was_passed_over_is_refused() -> None:
 
 
 def test_between_ends_of_dte_dist_lineages_count_without_a_header_too() -> None:
-    """The numbers of lineages travel beside the tensors: a sender that started anew is noticed, wherever its versions are."""
+    """Lineages travel beside the tensors: a sender that starts anew is noticed, wherever its versions are."""
     transport = LoopbackTransport()
     weights, copy = {"w": torch.zeros(100)}, {"w": torch.ones(100)}
     sender, receiver = DeltaEngine(transport, header=False), DeltaEngine(transport)
@@ -258,7 +280,11 @@ BARE = tensors_of(STEPS[7])
 HOSTILE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "positions": ({"w@delta_idx": torch.tensor([1], dtype=_INT32)}, FrameError, "w@delta_idx"),
     "values": ({"w@delta_val": torch.zeros(1)}, FrameError, "w@delta_val"),
-    "a pair": ({"w": None, "w@delta_idx": torch.tensor([1], dtype=_INT32), "w@delta_val": torch.zeros(1)}, FrameError, "w@delta_idx"),
+    "a pair": (
+        {"w": None, "w@delta_idx": torch.tensor([1], dtype=_INT32), "w@delta_val": torch.zeros(1)},
+        FrameError,
+        "w@delta_idx",
+    ),
     "too little": ({"b": None}, LayoutMismatch, "'b'"),
     "too much": ({"x": torch.zeros(1)}, LayoutMismatch, "'x'"),
     "another shape": ({"w": torch.zeros(3, 2)}, LayoutMismatch, "'w'"),
@@ -277,7 +303,9 @@ def test_what_is_no_full_payload_is_refused_by_name(case: str) -> None:
     engine._transport.send(Payload(7, -1 if full else 6, full, tensors), timeout=1.0)
     with pytest.raises(kind, match=said):
         engine.pull(copy, 7)
-    assert not any(bool(tensor.view(torch.uint8).any()) for tensor in copy.values() if tensor.dim() and tensor.numel())
+    assert not any(
+        bool(tensor.view(torch.uint8).any()) for tensor in copy.values() if tensor.dim() and tensor.numel()
+    )
 
 
 def test_what_a_payload_is_follows_from_its_tensors() -> None:

@@ -99,38 +99,58 @@ WIRES = {
     "its own by its name": ("float", {}),
     "by name": ({"a": torch.float16, "nowhere": torch.float16}, {"a": "float16"}),
     "names by name": ({"a": "half", "nowhere": "bf16"}, {"a": "float16"}),
-    "a function": (lambda name, dtype: torch.bfloat16 if dtype.is_floating_point else dtype, {"a": "bfloat16"}),
-    "a function of names": (lambda name, dtype: "bfloat16" if dtype.is_floating_point else dtype, {"a": "bfloat16"}),
+    "a function": (
+        lambda name, dtype: torch.bfloat16 if dtype.is_floating_point else dtype,
+        {"a": "bfloat16"},
+    ),
+    "a function of names": (
+        lambda name, dtype: "bfloat16" if dtype.is_floating_point else dtype,
+        {"a": "bfloat16"},
+    ),
     "the receiver's": ("receiver", "receiver"),
 }
 
 
 @pytest.mark.parametrize(("option", "types"), WIRES.values(), ids=WIRES)
 def test_wire_dtypes_are_written_by_name_where_they_differ(option: Any, types: Any) -> None:
-    assert wire_types(option, MANIFEST) == wire_types(Options(wire_dtype=option).wire_dtype, MANIFEST) == types
+    assert (
+        wire_types(option, MANIFEST) == wire_types(Options(wire_dtype=option).wire_dtype, MANIFEST) == types
+    )
 
 
 NAMES = {
-    torch.bfloat16: ("bf16", "bfloat16"), torch.float16: ("fp16", "float16", "half"), torch.float32: ("fp32", "float32", "float"),
+    torch.bfloat16: ("bf16", "bfloat16"), torch.float16: ("fp16", "float16", "half"),
+    torch.float32: ("fp32", "float32", "float"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype, names in NAMES.items() for name in names], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(dtype, name) for dtype, names in NAMES.items() for name in names], ids=str
+)
 def test_a_dtype_and_its_names_are_the_same_option(dtype: torch.dtype, name: str) -> None:
     assert Options(wire_dtype=name).wire_dtype is dtype
-    assert differences("wire_dtype", name, dtype) == differences("wire_dtype", {"w": dtype}, {"w": name}) == []
-    assert differences("wire_dtype", name, torch.float64) == differences("wire_dtype", {"w": name}, {"w": torch.float64}) == ["wire_dtype"]
+    assert (
+        differences("wire_dtype", name, dtype) == differences("wire_dtype", {"w": dtype}, {"w": name}) == []
+    )
+    assert (
+        differences("wire_dtype", name, torch.float64)
+        == differences("wire_dtype", {"w": name}, {"w": torch.float64})
+        == ["wire_dtype"]
+    )
     assert wire_types(name, MANIFEST) == wire_types(dtype, MANIFEST)
 
 
 @pytest.mark.parametrize(
     "option",
-    [{"a": "bfloat"}, {"a": None}, {"b": 2}, {"a": "receiver"}, lambda name, dtype: None, lambda name, dtype: "bloat16",
-     partial(lambda n, d: 1)],
-    ids=["no name of one", "none", "a number", "receiver", "a function of none", "a function of others", "a function of numbers"],
+    [{"a": "bfloat"}, {"a": None}, {"b": 2}, {"a": "receiver"}, lambda name, dtype: None,
+     lambda name, dtype: "bloat16", partial(lambda n, d: 1)],
+    ids=["no name of one", "none", "a number", "receiver", "a function of none", "a function of others",
+         "a function of numbers"],
 )  # fmt: skip
 def test_what_gives_no_dtype_is_refused_by_the_name_of_the_tensor(option: Any) -> None:
-    with pytest.raises(ValueError, match=r"wire_dtype for '[ab]' must be a torch.dtype or one of 'bf16', .*'float', got") as caught:
+    with pytest.raises(
+        ValueError, match=r"wire_dtype for '[ab]' must be a torch.dtype or one of 'bf16', .*'float', got"
+    ) as caught:
         wire_types(option, MANIFEST)
     assert type(caught.value) is ValueError
 
@@ -162,7 +182,10 @@ def test_patterns_are_the_same_however_they_are_given() -> None:
 
 @pytest.mark.parametrize("select", [3, [3], ["a", None], b"a", True], ids=str)
 def test_what_is_no_patterns_is_refused(select: Any) -> None:
-    with pytest.raises(ValueError, match=r"select must be a callable, a pattern such as 'layers\.\*' or a list of patterns, not"):
+    with pytest.raises(
+        ValueError,
+        match=r"select must be a callable, a pattern such as 'layers\.\*' or a list of patterns, not",
+    ):
         layout_of(nn.Linear(2, 2), Options(select=select))
 
 

@@ -52,25 +52,43 @@ def test_phases_show_in_their_order_and_only_if_they_took_time() -> None:
 
 
 CODECS = {
-    "": {}, "codec ef+planes, ": {"ef+planes": 7}, "codecs ef+planes, u16+raw, ": {"u16+raw": 2, "ef+planes": 7},
+    "": {}, "codec ef+planes, ": {"ef+planes": 7},
+    "codecs ef+planes, u16+raw, ": {"u16+raw": 2, "ef+planes": 7},
     "codecs a, b, c and 2 more, ": {"c": 1, "e": 1, "b": 4, "d": 1, "a": 4},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "codecs"), CODECS.items(), ids=map(str, map(len, CODECS.values())))
 def test_codecs_show_where_they_are_known_the_most_used_first(text: str, codecs: dict[str, int]) -> None:
-    assert changed(codecs=codecs, route_reason="fewer bytes").endswith(f", 2 frames over broadcast (fewer bytes), {text}10.0 ms")
+    assert changed(codecs=codecs, route_reason="fewer bytes").endswith(
+        f", 2 frames over broadcast (fewer bytes), {text}10.0 ms"
+    )
     assert changed(codecs=codecs, phases={"wire": 0.004}).endswith(f", 2 frames, {text}10.0 ms (wire 4.0)")
 
 
 def test_a_report_as_values_of_json() -> None:
     verified = VerifyReport(8, 3, 1, "w", (2,), (1, 2), 0, 0.5)
-    report = replace(REPORT, seeded=(1, np.int64(2)), phases={"wire": 0.25}, codecs={"u16+raw": np.int64(3)}, verified=verified)
+    report = replace(
+        REPORT,
+        seeded=(1, np.int64(2)),
+        phases={"wire": 0.25},
+        codecs={"u16+raw": np.int64(3)},
+        verified=verified,
+    )
     found = report.as_dict()
     assert set(found) == {each.name for each in fields(SyncReport)} and json.loads(json.dumps(found)) == found
-    assert (found["version"], found["reason"], found["seeded"], found["phases"]) == (8, "", [1, 2], {"wire": 0.25})
+    assert (found["version"], found["reason"], found["seeded"], found["phases"]) == (
+        8,
+        "",
+        [1, 2],
+        {"wire": 0.25},
+    )
     assert found["codecs"] == {"u16+raw": 3} and found["seconds"] == 0.01
-    assert found["verified"] == verified.as_dict() and found["verified"]["ranks"] == [2] and found["verified"]["first"] == "w"
+    assert (
+        found["verified"] == verified.as_dict()
+        and found["verified"]["ranks"] == [2]
+        and found["verified"]["first"] == "w"
+    )
     assert json.loads(json.dumps(REPORT.as_dict()))["verified"] is None
     found["phases"].clear()
     assert report.phases == {"wire": 0.25}

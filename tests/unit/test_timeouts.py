@@ -15,8 +15,8 @@ from dte_dist.transport.base import TIMEOUT, check_timeout
 
 GOOD = {3: 3.0, 0.001: 0.001, 1e9: 1e9, timedelta(minutes=2): 120.0, timedelta(milliseconds=1): 0.001}
 WRONG = [
-    0, -1.0, 0.0009, 1.1e9, float("nan"), float("inf"), True, "1", None, timedelta(0), timedelta(seconds=-1), timedelta(microseconds=999),
-    timedelta.max,
+    0, -1.0, 0.0009, 1.1e9, float("nan"), float("inf"), True, "1", None, timedelta(0), timedelta(seconds=-1),
+    timedelta(microseconds=999), timedelta.max,
 ]  # fmt: skip
 
 
@@ -40,7 +40,9 @@ TAKES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_what_torch_would_take_for_no_timeout_at_all_is_refused(where: str, wrong: Any) -> None:
     """Less than a millisecond is none at all to torch, and what does not fit its clock never comes."""
-    with pytest.raises(ValueError, match=r"timeout is a timedelta or a number of seconds, from 0.001 to 10\^9, not "):
+    with pytest.raises(
+        ValueError, match=r"timeout is a timedelta or a number of seconds, from 0.001 to 10\^9, not "
+    ):
         TAKES[where](wrong)
 
 

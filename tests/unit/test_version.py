@@ -43,7 +43,9 @@ def test_code_beside_its_project_file_goes_by_it(tmp_path: Path, monkeypatch: py
      '[project]\nname = "dte_dist"\ndynamic = ["version"]\n', "no TOML", "\0"],
     ids=["nothing", "another project", "no project", "a number", "no version", "no TOML", "no text"],
 )  # fmt: skip
-def test_elsewhere_the_installation_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str | None) -> None:
+def test_elsewhere_the_installation_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str | None
+) -> None:
     if beside is not None:
         (tmp_path / "pyproject.toml").write_text(beside)
     for number, expected in (("1.2.3", "1.2.3"), (None, "0+unknown")):
