@@ -172,12 +172,24 @@ def _plan(described: Sequence[_Description], places: Sequence[list[int]], digest
 
 
 def _check_options(described: Sequence[_Description]) -> None:
+    _check_names([said.options["name"] for said in described])
     for rank, said in enumerate(described):
         for name, value in said.options.items():
             first = described[0].options[name]
             if value != first:
                 fix = f"pass the same {name}= on every rank"
                 raise LayoutMismatch(f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, fix=fix)
+
+
+def _check_names(names: Sequence[str | None]) -> None:
+    """Refuse ranks that open channels of different names, before other differences that may follow."""
+    ranks_of: dict[str | None, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks_of.setdefault(name, []).append(rank)
+    if len(ranks_of) > 1:
+        got = "; ".join(f"{name!r} on rank {', '.join(map(str, ranks))}" for name, ranks in ranks_of.items())
+        fix = "open the channels in the same order on every rank, each with the same name= everywhere"
+        raise LayoutMismatch("ranks open channels of different names at the same time", got=got, fix=fix)
 
 
 def _connected(described: Sequence[_Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:

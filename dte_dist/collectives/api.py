@@ -65,6 +65,7 @@ def delta_broadcast(
     verify_interval: int | None = None,
     bucket_bytes: int = _BUCKET_BYTES,
     timeout: timedelta | float = TIMEOUT,
+    name: str | None = None,
     route: RouteOption = "broadcast",
     codec: str = "auto",
     ratio: float = 1.0,
@@ -99,6 +100,9 @@ def delta_broadcast(
         verify_interval: compare digests of all copies after so many versions, as `dte_dist.verify` does; see `report.verified`.
         bucket_bytes: bytes that travel at once; a source and a receiver each hold two buckets.
         timeout: seconds (or timedelta) that any one wait for another rank may take.
+        name: of the channel, 1 to 200 characters, the same on all ranks. Give one to each of several modules
+            of one shape that are synchronised over one group: ranks that open the channels in another order
+            are refused then. Without names their modules would be swapped.
         route: "broadcast" over the root; "p2p" from shard to shard, as `delta_p2p`; or "auto", whichever moves fewer bytes through
             the busiest rank: `report.route` and `report.route_reason` say which and why.
         codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" for the less time at the speed the links have
@@ -134,6 +138,7 @@ def delta_broadcast(
         "verify_interval": verify_interval,
         "bucket_bytes": bucket_bytes,
         "timeout": timeout,
+        "name": name,
         "route": route,
         "codec": codec,
         "ratio": ratio,
@@ -265,6 +270,7 @@ def _options(group: dist.ProcessGroup, src: Ranks | None, said: CallOptions) -> 
         select=said.get("select"),
         rename=said.get("rename"),
         into=None if into is None else weakref.ref(into),
+        name=said.get("name"),
     )
 
 

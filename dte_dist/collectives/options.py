@@ -45,6 +45,8 @@ _DTYPES: Final = {
     "float": torch.float32,
 }
 """Names that a caller may write instead of a dtype."""
+_NAME_LENGTH: Final = 200
+"""Characters of the longest name of a channel."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -62,6 +64,7 @@ class CallOptions(TypedDict, total=False):
     verify_interval: int | None
     bucket_bytes: int
     timeout: timedelta | float
+    name: str | None
     route: RouteOption
     codec: str
     ratio: float
@@ -110,8 +113,8 @@ class Options:
 
     Attributes:
         sources: group ranks as said by the caller, first the root; None for the default.
-        bucket_bytes, anchor_interval, verify_interval, timeout: compared between ranks when the channel
-            opens. A timeout may be given in seconds.
+        bucket_bytes, anchor_interval, verify_interval, timeout, name: compared between ranks when the
+            channel opens. A timeout may be given in seconds.
         wire_dtype, select, rename: each rank's own; their effect is compared. A dtype may be given by its
             name, and one pattern alone.
         into: what this rank receives into, if not the module.
@@ -131,6 +134,7 @@ class Options:
     select: Select = None
     rename: Rename = None
     into: weakref.ref[Any] | None = None
+    name: str | None = None
 
     def shared(self) -> dict[str, Any]:
         """Return what all ranks must say alike, as JSON values."""
@@ -140,6 +144,7 @@ class Options:
             "anchor_interval": self.anchor_interval,
             "verify_interval": self.verify_interval,
             "timeout": self.timeout.total_seconds(),
+            "name": self.name,
         }
 
     def __post_init__(self) -> None:
@@ -153,6 +158,9 @@ class Options:
         set_once("timeout", timedelta(seconds=check_timeout(self.timeout)))
         set_once("wire_dtype", _as_dtypes(self.wire_dtype))
         set_once("select", _as_patterns(self.select))
+        if self.name is not None and not (isinstance(self.name, str) and 1 <= len(self.name) <= _NAME_LENGTH):
+            what = f"name must be a str of 1 to {_NAME_LENGTH} characters or None"
+            raise ValueError(f"{what}, got {self.name!r:.250}")
 
     def differences(self, other: Options) -> list[str]:
         """Return the names of options in which another call differs from this one."""

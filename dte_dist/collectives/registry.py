@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import threading
 import weakref
@@ -30,6 +31,7 @@ __all__ = ["close", "find", "find_or_open", "invalidate", "is_in_use"]
 
 _EXIT_PATIENCE = 20.0
 _PID = os.getpid()
+_log = logging.getLogger(__name__)
 
 _channels: weakref.WeakKeyDictionary[Any, dict[Any, Channel]] = weakref.WeakKeyDictionary()
 
@@ -58,12 +60,32 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
     if group not in mine:
         with _no_collection():
             mine[group] = open_channel(module, group, into, options, error)
+        _warn_of_twins(mine[group], group)
     return mine[group]
 
 
 def find(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
     """Return the open channel of (module, group), None if there is none."""
     return _channels.get(module, {}).get(group)
+
+
+def _warn_of_twins(opened: Channel, group: dist.ProcessGroup) -> None:
+    """Warn where another channel over the group is like the one just opened, and neither has a name."""
+    others = [channels[group] for channels in list(_channels.values()) if group in channels]
+    nameless = [each for each in (opened, *others) if each.broken is None and each.options.name is None]
+    if opened in nameless and any(_are_alike(opened, other) for other in nameless if other is not opened):
+        _log.warning(
+            "another module with the same layout is synchronised over this group: pass name= for each. A "
+            "rank that opens the channels in another order is refused then; without names its modules are "
+            "swapped in silence"
+        )
+
+
+def _are_alike(one: Channel, other: Channel) -> bool:
+    """Return whether all ranks hold the same of two models."""
+    mine, theirs = one.parts.agreement, other.parts.agreement
+    roles = (mine.sources, mine.receivers) == (theirs.sources, theirs.receivers)
+    return roles and mine.model.slots == theirs.model.slots and mine.model.digest() == theirs.model.digest()
 
 
 @contextmanager

@@ -86,6 +86,18 @@ def test_every_option_that_differs_is_named() -> None:
     assert one.differences(Options(anchor_interval=3)) == ["bucket_bytes", "anchor_interval", "wire_dtype"]
 
 
+@pytest.mark.parametrize("name", ["", "x" * 201, 3, b"a", ["a"], True], ids=lambda name: str(name)[:8])
+def test_what_is_no_name_of_a_channel_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="name must be a str of 1 to 200 characters or None, got"):
+        Options(name=name)
+
+
+def test_the_name_of_a_channel_is_compared_between_ranks_and_between_calls() -> None:
+    assert Options().shared()["name"] is None and Options(name="x" * 200).shared()["name"] == "x" * 200
+    assert differences("name", "actor", "reference") == differences("name", None, "actor") == ["name"]
+    assert differences("name", "actor", "actor") == []
+
+
 def test_a_detector_is_no_option_of_a_channel() -> None:
     assert "detector" not in Options.__slots__
 
