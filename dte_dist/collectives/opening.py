@@ -2,9 +2,12 @@
 
 1.   Describe: what this rank holds and wants; kernels are compiled now, so that nobody waits for it later. An error is kept.
 2. o Agree on who holds what (`collectives.agreement`), or all raise the error of one.
-3. o Build: data groups, which connect, and the states of source and receiver. What an earlier channel of the module left behind is
-     taken up (`collectives.kept`). An error is kept.
-4. o The last row: has every rank built its channel, with the same plan? If not, all raise, and close their groups.
+3. o Compare: where sources hold the same, though no mesh makes them replicas, their bits must be equal
+     (`collectives.copies`).
+4. o Build: data groups, which connect, and the states of source and receiver. What an earlier channel of the
+     module left behind is taken up (`collectives.kept`). An error is kept.
+5. o The last row: has every rank built its channel, with the same plan? If not, all raise, and close their
+     groups.
 
 Steps with a ring (o) are exchanges. A rank that does not come is a `PeerLost` with one text, found on the loss board.
 """
@@ -22,6 +25,7 @@ from dte_dist import kernels
 from dte_dist.collectives import kept
 from dte_dist.collectives.agreement import Agreement, Described, agree, describe
 from dte_dist.collectives.channel import Channel
+from dte_dist.collectives.copies import refuse_rivals
 from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
@@ -96,6 +100,7 @@ class _Opening:
         if error is None:
             mine, error = or_error(lambda: _describe(module, into, self.options, membership.backends))
         agreement = agree(control, mine, error)
+        refuse_rivals(control, agreement, None if mine is None else mine.layout)
         built: Channel | None = None
         try:
             built = self._build(agreement, mine, module, module if into is None else into)  # type: ignore[arg-type]  # agree raised

@@ -190,6 +190,10 @@ class Layout:
         read = replace(read, tensors=local, dtypes=dtypes, device=self._device)
         return read.at_home(self._away) if self._away else read
 
+    def buffers(self) -> list[bool]:
+        """Return for each entry whether it is a buffer of a module; never for tensors given one by one."""
+        return [False] * len(self._spots) if self._follow is None else self._follow.are_buffers(self._homes)
+
     def _follow_module(self, follow: _Follower) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""
         if not follow.changed():
@@ -245,9 +249,19 @@ class _Follower:
             self._tree.reshard()
         return changed
 
+    def module(self) -> nn.Module | None:
+        """Return the module, unless it is gone."""
+        return self._tree.module()
+
+    def are_buffers(self, homes: Sequence[tuple[Any, Any]]) -> list[bool]:
+        """Return for each (dict, key) that holds a tensor whether it is a buffer of the module."""
+        module = self.module()
+        owned = set() if module is None else {id(child._buffers) for child in module.modules()}
+        return [id(holder) in owned for holder, _ in homes]
+
     def again(self) -> _Follower:
         """Return a follower of the module as it is now."""
-        module = self._tree.module()
+        module = self.module()
         if module is None:
             raise LayoutMismatch(
                 "the module of this layout no longer exists",

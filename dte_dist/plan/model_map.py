@@ -6,7 +6,9 @@ Every rank builds the same `ModelMap` from the same descriptions, without furthe
 2. Receivers are held against the slots: missing, extra, other shape, other dtype.
 3. Contributors: of all sources that hold the same block of a slot, one sends it (`plan.contributors`), the same for the life of
    the channel.
-4. Coverage: the contributed blocks of a slot must be disjoint and together be the whole slot.
+4. Contested pieces: several sources hold them, though no mesh makes these replicas (`plan.contested`). Their
+   bits are compared when a channel opens.
+5. Coverage: the contributed blocks of a slot must be disjoint and together be the whole slot.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import numpy as np
 import torch
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import Coordinates, Entry, Manifest
+from dte_dist.layout import Coordinates, Entry, Manifest, MeshSpec
+from dte_dist.plan.contested import Claims, Contested
 from dte_dist.plan.contributors import choose_contributors
 from dte_dist.plan.coverage import first_gap, refuse_gap
 from dte_dist.plan.inventory import Inventory
@@ -93,6 +96,7 @@ class ModelMap:
     Attributes:
         slots: sorted by name.
         numel, nbytes: elements, and bytes on the wire, of all slots.
+        contested: the pieces that several sources hold which are not all replicas of each other.
         source_spaces: by group rank, by width: the blocks this rank contributes.
         receiver_spaces: by group rank, by width: the blocks this rank holds.
 
@@ -112,9 +116,10 @@ class ModelMap:
             self._check_receiver(ranks, holding)
         inventory = Inventory(self.slot_of)
         held = {rank: _owned(inventory, rank, holding) for rank, holding in sorted(sources.items())}
-        meshed = {id(holding.manifest): _on_mesh(holding.manifest) for _, holding in _distinct(sources)}
-        on_mesh = {rank: meshed[id(sources[rank].manifest)][pieces.entry] for rank, pieces in held.items()}
-        self.source_spaces = {rank: spaces_of(pieces, widths) for rank, pieces in self._contributions(held, on_mesh).items()}
+        claims = _claims(sources, held)
+        self.contested = Contested.of(claims)
+        contributed = self._contributions(held, claims)
+        self.source_spaces = {rank: spaces_of(pieces, widths) for rank, pieces in contributed.items()}
         self.receiver_spaces = _receiver_spaces(inventory, receivers, widths)
 
     def digest(self) -> bytes:
@@ -182,13 +187,10 @@ class ModelMap:
             what = "a receiver lacks a tensor that the sources have" + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
             raise LayoutMismatch(what, slot=missing[0], ranks=ranks, fix=_BUILD)
 
-    def _contributions(self, held: Mapping[int, Pieces], on_mesh: Mapping[int, np.ndarray]) -> dict[int, Pieces]:
+    def _contributions(self, held: Mapping[int, Pieces], claims: Claims) -> dict[int, Pieces]:
         """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks of a slot tile it."""
-        ranks, sizes = list(held), [len(pieces) for pieces in held.values()]
-        slot, block, rank = (np.concatenate(each) for each in (
-            [pieces.slot for pieces in held.values()], [pieces.block for pieces in held.values()], [np.repeat(ranks, sizes)],
-        ))  # fmt: skip
-        first = choose_contributors(slot, block, np.concatenate(list(on_mesh.values())))
+        slot, block, rank = claims.slot, claims.block, claims.rank
+        first = choose_contributors(slot, block, claims.mesh >= 0)
         table = next(iter(held.values())).table
         gap = first_gap([slot.numel for slot in self.slots], slot[first], block[first], table)
         if gap is not None:
@@ -197,8 +199,8 @@ class ModelMap:
             refuse_gap(self.slots[gap].name, self.slots[gap].numel, holders)
         chosen = np.zeros(len(slot), np.bool_)
         chosen[first] = True
-        parts = np.split(chosen, np.cumsum(sizes)[:-1])
-        return {rank: held[rank].take(mine) for rank, mine in zip(ranks, parts, strict=True)}
+        parts = np.split(chosen, np.cumsum([len(pieces) for pieces in held.values()])[:-1])
+        return {rank: held[rank].take(mine) for rank, mine in zip(held, parts, strict=True)}
 
 
 def _owned(inventory: Inventory, rank: int, holding: Holding) -> Pieces:
@@ -211,8 +213,24 @@ def _owned(inventory: Inventory, rank: int, holding: Holding) -> Pieces:
     return pieces
 
 
-def _on_mesh(manifest: Manifest) -> np.ndarray:
-    return np.array([entry.placement.mesh is not None for entry in manifest.entries], np.bool_)
+def _claims(sources: Mapping[int, Holding], held: Mapping[int, Pieces]) -> Claims:
+    """Write what each source (ascending) holds as columns, and number the meshes that it lies on."""
+    in_mesh: dict[MeshSpec, list[int]] = {}
+    for rank in held:
+        for spec, place in zip(sources[rank].manifest.meshes, sources[rank].coordinates, strict=False):
+            if place is not None:
+                in_mesh.setdefault(spec, []).append(rank)
+    numbers = {spec: number for number, spec in enumerate(in_mesh)}
+    of_entries = {id(each.manifest): _meshes_of(each.manifest, numbers) for _, each in _distinct(sources)}
+    mesh = {rank: of_entries[id(sources[rank].manifest)][pieces.entry] for rank, pieces in held.items()}
+    return Claims.of(held, mesh, in_mesh)
+
+
+def _meshes_of(manifest: Manifest, numbers: Mapping[MeshSpec, int]) -> np.ndarray:
+    """Return the number of the mesh of each entry, -1 where it is on none, or on one that no source is in."""
+    known = [numbers.get(mesh, -1) for mesh in manifest.meshes]
+    placed = [entry.placement.mesh for entry in manifest.entries]
+    return np.array([-1 if mesh is None else known[mesh] for mesh in placed], np.int64)
 
 
 def _receiver_spaces(inventory: Inventory, receivers: Mapping[int, Holding], widths: np.ndarray) -> dict[int, dict[int, FlatSpace]]:

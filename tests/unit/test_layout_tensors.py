@@ -52,6 +52,19 @@ def test_a_module_gives_parameters_and_persistent_buffers_under_every_name():
     assert layout.coordinates == ()
 
 
+def test_which_entries_are_buffers_is_known_of_a_module_only():
+    model = Model()
+    layout = Layout.from_module(model)
+    assert layout.buffers() == [name == "steps" for name in NAMES]
+    outer = nn.Sequential(model)
+    last = Layout.from_module(outer, select=["*s*"], rename=lambda name: name.replace("0.steps", "z.0.steps"))
+    assert dict(zip(names(last), last.buffers(), strict=True)) == {"0.scale": False, "z.0.steps": True}
+    assert not any(Layout.from_tensors(model.state_dict()).buffers())
+    del model, outer
+    gc.collect()
+    assert layout.buffers() == [False] * len(NAMES), "a module that is gone is found out when it is read"
+
+
 def test_tied_tensors_are_listed_and_overlapping_ones_are_not():
     assert Layout.from_module(Model()).manifest.ties == (("embed.weight", "head.weight"),)
     base = torch.zeros(6, 4)
