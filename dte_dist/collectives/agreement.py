@@ -87,6 +87,7 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
         "wire": wire_types(options.wire_dtype, layout.manifest),
         "partial": (layout if other is None else other).is_partial,
         "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
+        "trained": [layout.is_trained(), other is not None and other.is_trained()],
     }
     parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]
     data = np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
@@ -132,12 +133,17 @@ def _share(control: Wire, rows: np.ndarray, data: bytes) -> list[_Description]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Description:
-    """A description taken apart again."""
+    """A description taken apart again.
+
+    Attributes:
+        trained: whether the module is trained, and whether the one to receive into is.
+    """
 
     options: dict[str, Any]
     wire: Any
     partial: bool
     nccl: bool
+    trained: tuple[bool, bool]
     manifest: Manifest
     into: Manifest | None
 
@@ -147,7 +153,9 @@ class _Description:
         head, manifest, into = (data[24 + sum(sizes[:i]) : 24 + sum(sizes[: i + 1])] for i in range(3))
         said = json.loads(head)
         second = Manifest.from_bytes(into) if into else None
-        return cls(said["options"], said["wire"], said["partial"], said["nccl"], Manifest.from_bytes(manifest), second)
+        trained = bool(said["trained"][0]), bool(said["trained"][1])
+        own = Manifest.from_bytes(manifest)
+        return cls(said["options"], said["wire"], said["partial"], said["nccl"], trained, own, second)
 
 
 def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
@@ -156,6 +164,8 @@ def _plan(described: Sequence[_Description], places: Sequence[list[int]], digest
     named = described[0].options["src"]
     sources = tuple(named) if named is not None else _connected(described, coordinates)
     receivers = tuple(rank for rank, said in enumerate(described) if rank not in sources or said.into is not None)
+    if named is None:
+        _refuse_to_overwrite(described, sources[0], receivers)
     if not receivers:
         fix = "add rollout ranks to the group, name the trainers with src=, or pass into= on ranks that are both"
         raise LayoutMismatch("every rank of the group is a source, none receives", ranks=sources, fix=fix)
@@ -190,6 +200,15 @@ def _check_names(names: Sequence[str | None]) -> None:
         got = "; ".join(f"{name!r} on rank {', '.join(map(str, ranks))}" for name, ranks in ranks_of.items())
         fix = "open the channels in the same order on every rank, each with the same name= everywhere"
         raise LayoutMismatch("ranks open channels of different names at the same time", got=got, fix=fix)
+
+
+def _refuse_to_overwrite(described: Sequence[_Description], root: int, receivers: Sequence[int]) -> None:
+    """Refuse sources by default where weights that nobody trains would be written over trained ones."""
+    trained = [rank for rank in receivers if described[rank].trained[described[rank].into is not None]]
+    if trained and not described[root].trained[0]:
+        what = f"src= was not passed, and rank {root}, which is not trained, would overwrite modules that are"
+        fix = "name the ranks that send with src= or group_src="
+        raise LayoutMismatch(what, ranks=trained, fix=fix)
 
 
 def _connected(described: Sequence[_Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from dte_dist.layout.describe import Describer, settled
 from dte_dist.layout.devices import home_of
 from dte_dist.layout.local import LocalTensors
 from dte_dist.layout.manifest import Manifest
-from dte_dist.layout.modules import ModuleTree
+from dte_dist.layout.modules import ModuleTree, is_trained
 from dte_dist.layout.names import NameRule, Rename, Select, refuse_duplicates
 from dte_dist.layout.placement import Entry
 from dte_dist.layout.sharding import ShardSpec
@@ -193,6 +193,13 @@ class Layout:
     def buffers(self) -> list[bool]:
         """Return for each entry whether it is a buffer of a module; never for tensors given one by one."""
         return [False] * len(self._spots) if self._follow is None else self._follow.are_buffers(self._homes)
+
+    def is_trained(self) -> bool:
+        """Return whether the module, or what was given instead, is trained; see `modules.is_trained`."""
+        module = None if self._follow is None else self._follow.module()
+        if module is not None:
+            return is_trained(module)
+        return any(found.is_leaf and found.grad is not None for found in self._objects)
 
     def _follow_module(self, follow: _Follower) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""

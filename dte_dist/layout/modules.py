@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.names import WRAPPERS
 
-__all__ = ["ModuleTree"]
+__all__ = ["ModuleTree", "is_trained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,20 @@ class ModuleTree:
             "the parameter stays unsharded after reshard(), so what is registered is a copy",
             slot=(prefixes or [""])[0] + info.param_name, fix="call this after forward and backward, not inside of them",
         )  # fmt: skip
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Return whether a parameter has a gradient, or requires one in a module sharded with FSDP2 or FSDP1.
+
+    Example:
+        >>> is_trained(nn.Linear(2, 2))
+        False
+    """
+    if any(parameter.is_leaf and parameter.grad is not None for parameter in module.parameters()):
+        return True
+    kinds = FSDPModule | FullyShardedDataParallel
+    sharded = (child for child in module.modules() if isinstance(child, kinds))
+    return any(parameter.requires_grad for child in sharded for parameter in child.parameters())
 
 
 def _keys(dicts: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dte_dist
 from dte_dist import Layout
 from dte_dist.collectives import copies
+from dte_dist.layout.modules import is_trained
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught, facts, model, nudge, prints, same, sync
 
@@ -407,3 +408,87 @@ def test_a_source_that_cannot_read_its_tensors_tells_all(ranks: Ranks) -> None:
         and "MemoryError: no room (raised on rank 1 of the group)" in text
         and version == 1
     )
+
+
+# src= forgotten ---------------------------------------------------------------------------------------------
+
+ASKS = "src= was not passed"
+
+
+def forgotten(rank: int, world: int, how: str) -> Any:
+    """An engine on rank 0, which nobody names; trainers or something like them on ranks 1 and 2."""
+    module, into, options, mesh = linear(float(rank > 0)), None, {}, DeviceMesh("cpu", [1, 2])
+    if rank == 0:
+        module.requires_grad_("root trains" in how)
+        if how == "root trains":
+            module["w"](torch.ones(1, 6)).sum().backward()
+    elif rank < 3 and how.startswith("gradients"):
+        module["w"](torch.ones(1, 6)).sum().backward()
+        into = linear(9.0) if "into" in how else None
+    elif rank < 3 and how != "plain":
+        if how == "frozen":
+            module.requires_grad_(False)
+        fully_shard(module, mesh=mesh)
+        into = linear(9.0) if how == "fsdp2, into a copy" else None
+    if how == "fsdp2, into it" and 0 < rank < 3:
+        into, module = module, linear(9.0)
+    if how in ("src", "group_src"):
+        options = {how: [0]}
+    sent = Layout.from_module(module) if how == "fsdp2, layout" else module
+    error = caught(lambda: sync(sent, into=into, **options))
+    target = module if into is None else into
+    return error, {
+        float(v)
+        for tensor in target.parameters()
+        for v in getattr(tensor, "_local_tensor", tensor).flatten().tolist()
+    }
+
+
+@pytest.mark.parametrize(
+    "how", ["fsdp2", "fsdp2, into it", "fsdp2, layout", "gradients", "root trains not, but may"]
+)
+def test_an_engine_that_nobody_named_is_not_written_over_what_is_trained(ranks: Ranks, how: str) -> None:
+    found = ranks.run(forgotten, how)
+    kind, text = same([error for error, _ in found])
+    assert kind == "LayoutMismatch" and ASKS in text and "[ranks 1, 2]" in text and "group_src=" in text
+    assert [held for _, held in found] == [{0.0}, {1.0}, {1.0}, {1.0}]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["frozen", "plain", "src", "group_src", "root trains", "gradients, into a copy", "fsdp2, into a copy"],
+)
+def test_receivers_that_are_not_trained_and_sources_that_are_named_are_let_through(
+    ranks: Ranks, how: str
+) -> None:
+    found = ranks.run(forgotten, how)
+    assert same([error for error, _ in found]) == ("", "")
+    assert all(held == {0.0} for _, held in found)
+
+
+def swapped(rank: int, world: int) -> Any:
+    """Every rank trains and generates, and passes its two modules the wrong way round."""
+    actor, copy = linear(1.0), linear(0.0)
+    fully_shard(actor, mesh=DeviceMesh("cpu", list(range(world))))
+    wrong = caught(lambda: sync(copy, into=actor))
+    return wrong, sync(actor, into=copy).version, full(copy)
+
+
+def test_a_copy_and_a_trained_module_passed_the_wrong_way_round(ranks: Ranks) -> None:
+    (kind, text), version, copy = same(ranks.run(swapped))
+    assert kind == "LayoutMismatch" and ASKS in text and "[ranks 0, 1, 2, 3]" in text
+    assert version == 1 and copy == {"w.weight": [1.0]}
+
+
+def kinds_of_training(rank: int, world: int) -> list[bool]:
+    mesh = DeviceMesh("cpu", list(range(world)))
+    flat = FullyShardedDataParallel(linear(1.0), device_id=torch.device("cpu"), device_mesh=mesh)
+    frozen, sharded, partly = linear(1.0).requires_grad_(False), linear(1.0), linear(1.0, "a", "b")
+    partly["a"].requires_grad_(False)
+    for each in (frozen, sharded, partly["a"]):
+        fully_shard(each, mesh=mesh)
+    return [is_trained(each) for each in (flat, sharded, frozen, partly)]
+
+
+def test_what_is_sharded_to_be_trained_is_known_before_its_first_gradient(ranks: Ranks) -> None:
+    assert same(ranks.run(kinds_of_training)) == [True, True, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -63,6 +64,21 @@ def test_which_entries_are_buffers_is_known_of_a_module_only():
     del model, outer
     gc.collect()
     assert layout.buffers() == [False] * len(NAMES), "a module that is gone is found out when it is read"
+
+
+def test_what_has_gradients_is_trained():
+    model = Model()
+    layouts = [Layout.from_module(model), Layout.from_module(model, select=["steps"])]
+    layouts.append(Layout.from_tensors(model.named_parameters()))
+    assert [layout.is_trained() for layout in layouts] == [False] * 3
+    model.nothing.grad = torch.zeros(4, 0)
+    assert [layout.is_trained() for layout in layouts] == [True] * 3
+    model.nothing.grad = None
+    assert [layout.is_trained() for layout in layouts] == [False] * 3
+    product = torch.ones(3, requires_grad=True) * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns where one asks for the gradient of what is no leaf
+        assert not Layout.from_tensors({"product": product}).is_trained()
 
 
 def test_tied_tensors_are_listed_and_overlapping_ones_are_not():
