@@ -865,7 +865,7 @@ def test_two_tensors_of_one_name_are_named_on_every_rank(ranks: Ranks) -> None:
     assert name == "LayoutMismatch" and "'w'" in text and "rank 1" in text and version == 1
 
 
-DISAGREEMENTS = {"bucket_bytes": 4096, "anchor_interval": 5, "timeout": 14.0, "src": 1, "group_src": [0, 1]}
+DISAGREEMENTS = {"bucket_bytes": 4096, "anchor_interval": 5, "timeout": 14.0, "src": 1, "group_src": [0, 1], "name": "x"}
 
 
 def disagree(rank: int, world: int, option: str, is_open: bool) -> Any:
@@ -892,8 +892,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "no time": {"timeout": 0}, "time text": {"timeout": "soon"}, "endless time": {"timeout": float("inf")},
     "src outside": {"src": 99}, "group_src outside": {"group_src": 4}, "negative src": {"group_src": -1}, "src twice": {"src": [0, 0]},
     "no src": {"src": []}, "both": {"src": 0, "group_src": 0}, "src text": {"src": "root"},
-    "wire text": {"wire_dtype": "bf16"}, "select text": {"select": "w"}, "rename text": {"rename": "w"}, "into text": {"into": "copy"},
-    "into number": {"into": 3},
+    "wire text": {"wire_dtype": "bf17"}, "select number": {"select": 3}, "rename text": {"rename": "w"},
+    "into text": {"into": "copy"}, "into number": {"into": 3}, "no name": {"name": ""}, "name number": {"name": 3},
 }  # fmt: skip
 NO_MODULE: dict[str, dict[str, Any]] = {"none": {"module": None}, "a dict": {"module": {}}, "a tensor": {"module": torch.zeros(3)}}
 
