@@ -3,8 +3,8 @@
 1. What only one source holds, that one sends.
 2. Replicas on a mesh take turns: of the slots that are cut alike, the first block comes from the first of its holders, the next one
    from the second, and so on, so that the replicas of HSDP share the work of finding and sending changes.
-3. Plain tensors come from the lowest rank: nothing says that copies on several ranks are meant to be equal (seeds, statistics of
-   a batch), only that they have one name.
+3. Plain tensors come from the lowest rank. When a channel opens they must have equal bits on all sources, or
+   be buffers of ranks that train one module (statistics of a batch); see `collectives.copies`.
 
 The choice follows from the layouts alone and stays for the life of a channel. Replicas of a trained weight may drift apart in the last
 bit; a choice that changed, to balance load say, would send that drift as if it were training.
