@@ -892,8 +892,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "no time": {"timeout": 0}, "time text": {"timeout": "soon"}, "endless time": {"timeout": float("inf")},
     "src outside": {"src": 99}, "group_src outside": {"group_src": 4}, "negative src": {"group_src": -1}, "src twice": {"src": [0, 0]},
     "no src": {"src": []}, "both": {"src": 0, "group_src": 0}, "src text": {"src": "root"},
-    "wire text": {"wire_dtype": "bf17"}, "select number": {"select": 3}, "rename text": {"rename": "w"},
-    "into text": {"into": "copy"}, "into number": {"into": 3}, "no name": {"name": ""}, "name number": {"name": 3},
+    "wire text": {"wire_dtype": "bf17"}, "wires text": {"wire_dtype": {"w": "bloat16"}},
+    "less than a millisecond": {"timeout": 1e-4}, "more than the clock has": {"timeout": 1e10},
+    "select number": {"select": 3}, "rename text": {"rename": "w"}, "into text": {"into": "copy"},
+    "into number": {"into": 3}, "no name": {"name": ""}, "name number": {"name": 3},
 }  # fmt: skip
 NO_MODULE: dict[str, dict[str, Any]] = {"none": {"module": None}, "a dict": {"module": {}}, "a tensor": {"module": torch.zeros(3)}}
 
