@@ -14,7 +14,7 @@ across for each tensor that is away, which waits for the accelerator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
@@ -63,7 +63,7 @@ def home_of(tensors: Sequence[Tensor], names: Sequence[str]) -> tuple[torch.devi
     return home, [index for index, device in enumerate(devices) if device != home]
 
 
-def brought_home(tensors: Mapping[str, Tensor]) -> tuple[torch.device, dict[str, Tensor]]:
+def brought_home(tensors: dict[str, Tensor]) -> tuple[torch.device, dict[str, Tensor]]:
     """Return the device that named tensors can be read on, and all of them there: copies where they are away.
 
     Raises:
@@ -73,15 +73,13 @@ def brought_home(tensors: Mapping[str, Tensor]) -> tuple[torch.device, dict[str,
         >>> brought_home({"w": torch.zeros(2)})
         (device(type='cpu'), {'w': tensor([0., 0.])})
     """
-    home, away = home_of(list(tensors.values()), list(tensors))
-    found = dict(tensors)
-    if away:
-        names, stand_ins = list(tensors), StandIns.of(list(tensors.values()), away, home)
-        found |= {
-            names[index]: stand_ins.copies[place]
-            for index, place in zip(away, stand_ins.places.tolist(), strict=True)
-        }
-    return home, found
+    names, held = list(tensors), list(tensors.values())
+    home, away = home_of(held, names)
+    if not away:
+        return home, tensors
+    stand_ins = StandIns.of(held, away, home)
+    places = zip(away, stand_ins.places.tolist(), strict=True)
+    return home, tensors | {names[index]: stand_ins.copies[place] for index, place in places}
 
 
 def one_device(tensors: Sequence[Tensor], names: Sequence[str]) -> torch.device:

@@ -58,6 +58,7 @@ class Layout:
         self._follow = source if isinstance(source, _Follower) else None
         self._spots = sorted(source, key=lambda spot: spot.order)
         self._homes = [(spot.holder, spot.key) for spot in self._spots]
+        self._names = [spot.name for spot in self._spots]
         self._describer = Describer()
         self._objects = self._resolve()
         entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
@@ -182,7 +183,7 @@ class Layout:
         if replaced or moved:
             self._check_ties(objects, local)
         if replaced or moved or self._device is None:
-            self._device, self._away = home_of(local, [entry.name for entry in self.manifest.entries])
+            self._device, self._away = home_of(local, self._names)
         self._objects, self._before = objects, read.forget()
         for index in self._pairs:
             local[index] = torch.view_as_real(local[index].detach())
