@@ -38,7 +38,7 @@ from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.groups import LossBoard, Membership, Wire
+from dte_dist.transport.groups import DamagedRow, LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
 from dte_dist.transport.speed import LinkSpeed
 from dte_dist.transport.together import Agreed, or_error, raise_if_any
@@ -69,7 +69,7 @@ def open_channel(module: Model, group: dist.ProcessGroup, into: Model | None, op
         except Agreed as agreed:
             raise agreed.error from agreed.error.__cause__
         return channel
-    except PeerLost as lost:
+    except (PeerLost, DamagedRow) as lost:
         raise PeerLost(LossBoard(membership).agree(str(lost))) from lost
     finally:
         if channel is None:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dte_dist.collectives.agreement import Agreement
@@ -181,16 +180,11 @@ class Sync:
     def _swap(self, row: np.ndarray) -> np.ndarray:
         """Exchange control rows, those of sources with their letters; return the rows."""
         letters, wire = self._parts.letters, self._parts.control
-        sizes = {rank: 8 * len(row) + (letters.room if rank in self._parts.agreement.sources else 0) for rank in wire.members}
-        parts = {rank: torch.zeros(size, dtype=torch.uint8, device="cpu") for rank, size in sizes.items()}
-        head = 8 * len(row)
-        parts[wire.rank][:head] = torch.from_numpy(row.view(np.uint8))
-        if self._source is not None and self._prepared.error is None:
-            letters.write(self._source.frames(), parts[wire.rank][head:])
+        rooms = {rank: letters.room if rank in self._parts.agreement.sources else 0 for rank in wire.members}
+        frames = self._source.frames() if self._source is not None and self._prepared.error is None else []
         with self._phases("wait"):
-            wire.swap_all(parts)
-        self._received = {rank: part[head:] for rank, part in parts.items()}
-        return np.stack([parts[rank][:head].numpy().view(np.int64) for rank in wire.members])
+            table, self._received = wire.rows_with_letters(row, rooms, lambda place: letters.write(frames, place))
+        return table
 
     def _check_sizes(self, sizes: np.ndarray) -> None:
         """Refuse sizes that no frame can have, before anyone makes room for them."""

@@ -7,7 +7,9 @@ differs between trainers and rollout ranks. Backends are therefore built directl
 group, under a prefix that all its members count up together. They belong to nobody else and vanish with the channel.
 
 Everything travels as uint8 or int64. Sizes are agreed before a receive is posted: gloo ends the process on a
-message that is too long and takes a short one in silence.
+message that is too long and takes a short one in silence. Sizes are themselves numbers in a row, so each row carries a
+guard: what is damaged on its way, short or out of turn is a `DamagedRow` on the rank that got it. The other ranks cannot
+know of it. So it is not agreed, and whoever raises it leaves its text on the `LossBoard` and drops its groups.
 
 NCCL runs what was started on it one after the other, so a send and a receive between the same two ranks would wait for each other for
 ever unless they are started as one (`Wire.swap`). It connects at the first operation, and then all members have to be there: so a
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dte_dist.errors import PeerLost
+from dte_dist.errors import FrameError, PeerLost
 
-__all__ = ["Group", "LossBoard", "Membership", "Pending", "Wire", "group_of"]
+__all__ = ["DamagedRow", "Group", "LossBoard", "Membership", "Pending", "Wire", "group_of"]
 
 Group = dist.ProcessGroup | DeviceMesh
 """A process group as a caller names it: itself, or a mesh of one dimension."""
@@ -41,6 +44,12 @@ _BOARD_PATIENCE = timedelta(seconds=5)
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LOST = "start the lost rank again or form a group of the survivors, and call again with that group"
+_DAMAGED = "call again on every rank, which opens new connections; if it stays, look for bad memory or a bad network card"
+_WORD = 8
+
+
+class DamagedRow(FrameError):
+    """A row or a description came damaged to this rank alone, so that the others have to be told by way of the `LossBoard`."""
 
 
 def group_of(group: Group | None) -> dist.ProcessGroup | None:
@@ -230,6 +239,7 @@ class Wire:
         self.rank = membership.rank
         self.timeout = membership.timeout
         self._closed = False
+        self._turn = 0
         self.device = torch.device("cpu")
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device()) if device is None or device.type != "cuda" else device
@@ -248,11 +258,52 @@ class Wire:
             backend.abort()
 
     def rows(self, row: np.ndarray) -> np.ndarray:
-        """Gather one int64 row of the same length from every member; return int64[members, len(row)]."""
-        table = torch.empty(len(self.members), len(row), dtype=torch.int64, device="cpu")
-        table[self._place[self.rank]] = torch.from_numpy(np.ascontiguousarray(row, np.int64))
-        self.swap_all(dict(zip(self.members, table.unbind(), strict=True)))
-        return table.numpy()
+        """Gather one int64 row of the same length from every member; return int64[members, len(row)].
+
+        Raises:
+            DamagedRow: a row came to this rank other than it was sent.
+            PeerLost: a rank did not answer.
+        """
+        return self.rows_with_letters(row, dict.fromkeys(self.members, 0))[0]
+
+    def rows_with_letters(
+        self, row: np.ndarray, rooms: Mapping[int, int], write: Callable[[Tensor], object] | None = None
+    ) -> tuple[np.ndarray, dict[int, Tensor]]:
+        """Gather a row as `rows` does, and with it a letter from every member: bytes that have a checksum of their own.
+
+        Args:
+            row: int64, of the same length on all ranks.
+            rooms: by rank, the bytes of its letter; the same on all ranks.
+            write: writes this rank's letter into zeros of its size.
+
+        Returns:
+            int64[members, len(row)]; and by rank the letters, uint8.
+
+        Raises:
+            DamagedRow: a row came to this rank other than it was sent.
+            PeerLost: a rank did not answer.
+        """
+        self._turn += 1
+        row = np.ascontiguousarray(row, np.int64)
+        head = row.nbytes + _WORD
+        parts = {rank: torch.zeros(head + rooms[rank], dtype=torch.uint8, device="cpu") for rank in self.members}
+        rows = {rank: part[:head].numpy().view(np.int64) for rank, part in parts.items()}
+        rows[self.rank][:-1], rows[self.rank][-1] = row, self._guard_of(row, self.rank)
+        if write is not None:
+            write(parts[self.rank][head:])
+        self.swap_all(parts)
+        self._refuse_damage("a row", [rank for rank, each in rows.items() if self._guard_of(each[:-1], rank) != each[-1]])
+        return np.stack([each[:-1] for each in rows.values()]), {rank: part[head:] for rank, part in parts.items()}
+
+    def _guard_of(self, row: np.ndarray, sender: int) -> int:
+        """Return a word that tells whether a row is sound: of its length, its bytes, its sender, and how many exchanges came before."""
+        begin = zlib.crc32(b"%d %d" % (sender, self._turn))
+        return (row.nbytes & 0x7FFFFFFF) << 32 | zlib.crc32(row.data, begin)
+
+    def _refuse_damage(self, what: str, ranks: Sequence[int]) -> None:
+        if ranks:
+            got = f"another checksum, in exchange {self._turn}"
+            raise DamagedRow(f"{what} came damaged, short or out of turn to rank {self.rank}", ranks=ranks, got=got, fix=_DAMAGED)
 
     def swap_all(self, parts: Mapping[int, Tensor]) -> None:
         """Send this rank's part to all other members, and receive theirs; gloo only.
@@ -271,17 +322,30 @@ class Wire:
             each.wait()
 
     def texts(self, text: bytes) -> list[bytes]:
-        """Gather bytes of the same length from every member."""
-        padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), np.int64).copy()
+        """Gather bytes of the same length from every member.
+
+        Raises:
+            DamagedRow, PeerLost: as `rows`.
+        """
+        padded = np.frombuffer(text.ljust(-(-len(text) // _WORD) * _WORD, b"\0"), np.int64)
         return [row.tobytes()[: len(text)] for row in self.rows(padded)]
 
     def share(self, owner: int, data: bytes, size: int) -> bytes:
-        """Send `size` bytes from `owner` to all members; every member returns them."""
-        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        """Send `size` bytes from `owner` to all members; every member returns them.
+
+        Raises:
+            DamagedRow: they came to this rank other than they were sent.
+            PeerLost: a rank did not answer.
+        """
+        self._turn += 1
+        words = -(-size // _WORD)
+        buffer = np.zeros(words + 1, np.int64)
         if self.rank == owner:
-            buffer.numpy()[:] = np.frombuffer(data, np.uint8)
-        self.broadcast(buffer, owner).wait()
-        return buffer.numpy().tobytes()
+            buffer[:words].view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
+            buffer[-1] = self._guard_of(buffer[:-1], owner)
+        self.broadcast(torch.from_numpy(buffer), owner).wait()
+        self._refuse_damage("a description", [owner] if self._guard_of(buffer[:-1], owner) != buffer[-1] else [])
+        return buffer[:words].tobytes()[:size]
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:
         """Start a broadcast from `root` into `tensor`."""

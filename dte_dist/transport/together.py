@@ -7,8 +7,9 @@ A rank that raised at once would leave the others waiting for it until their tim
 3. o If one did, all exchange the text of their errors, and raise that of the lowest rank (`raise_together`).
 4.   What every rank raises is marked: it comes as `Agreed`. So is the error in what all ranks have seen alike, and judge alike
      (`agreed`). The ranks are in step then, and may go on with the same groups.
-5.   After any other error they are not: a peer is lost, or this rank is about to be. It drops its groups, which wakes the others, and
-     the survivors raise the text of the first that left one on the `LossBoard` (`end_together`).
+5.   After any other error they are not: a peer is lost, or this rank is about to be, because what it got is damaged (`DamagedRow`), say.
+     It drops its groups, which wakes the others, and the survivors raise the text of the first that left one on the `LossBoard`
+     (`end_together`).
 
 Steps with a ring (o) are exchanges. Errors travel as `errors.to_wire` writes them.
 """
@@ -22,7 +23,7 @@ from typing import Final, NoReturn, TypeVar
 import numpy as np
 
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, PeerLost, from_wire, to_wire
-from dte_dist.transport.groups import LossBoard, Wire
+from dte_dist.transport.groups import DamagedRow, LossBoard, Wire
 
 __all__ = ["Agreed", "agreed", "end_together", "error_of", "forget_frames", "or_error", "raise_if_any", "raise_together"]
 
@@ -48,14 +49,14 @@ def agreed(call: Callable[[], _T]) -> _T:
 
     Raises:
         Agreed: with what it raises.
-        PeerLost: as it is; a lost peer is not seen alike on all ranks.
+        PeerLost, DamagedRow, MemoryError: as they are; these are not seen alike on all ranks.
 
     Example:
         >>> decision = agreed(lambda: decide(rows, root))
     """
     try:
         return call()
-    except PeerLost:
+    except (PeerLost, DamagedRow, MemoryError):
         raise
     except Exception as error:
         raise Agreed(error) from None
