@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from dte_dist.codec.head import ENTRY, HEAD
+from dte_dist.collectives.description import Description as _Description
+from dte_dist.collectives.description import check_counts
 from dte_dist.collectives.options import Options, layout_of, wire_types
+from dte_dist.engine.control import ControlRow
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import Layout, Manifest
+from dte_dist.layout import Layout
 from dte_dist.plan.model_map import Holding, ModelMap
 from dte_dist.transport.groups import Wire
-from dte_dist.transport.together import raise_if_any
+from dte_dist.transport.together import agreed, raise_if_any
 
 __all__ = ["Agreement", "Described", "agree", "describe"]
 
@@ -104,63 +110,60 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
         error: why it failed.
 
     Raises:
-        LayoutMismatch: on every rank, with the same text.
-        Agreed: with the error of the lowest rank that could not describe itself.
+        Agreed: with the error of the lowest rank that could not describe itself; or with a `LayoutMismatch`.
         PeerLost: a rank did not answer.
+        DamagedRow: what a rank said came damaged to this one.
     """
     data, coordinates = (mine.data, mine.coordinates) if mine is not None else (b"", ())
     digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
-    rows = raise_if_any(control, error, [len(data), len(coordinates), *digest])
-    descriptions = _share(control, rows, data)
-    padded = np.zeros(int(rows[:, 1].max()), np.int64)
+    rows = raise_if_any(control, error, [_format(), len(data), len(coordinates), *digest])
+    agreed(lambda: _check_formats(rows[:, 0].tolist()))
+    agreed(lambda: check_counts(rows[:, 1].tolist()))
+    descriptions = _share(control, rows[:, 1], rows[:, 3:], data)
+    agreed(lambda: _check_numbers(rows[:, 2].tolist(), descriptions))
+    padded = np.zeros(int(rows[:, 2].max()), np.int64)
     padded[: len(coordinates)] = coordinates
     table = control.rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
-    places = [row[:size].tolist() for row, size in zip(table, rows[:, 1], strict=True)]
-    return _plan(descriptions, places, rows[:, 2:].tobytes())
+    places = [row[:size].tolist() for row, size in zip(table, rows[:, 2], strict=True)]
+    return agreed(lambda: _plan(descriptions, places, rows[:, 3:].tobytes()))
 
 
-def _share(control: Wire, rows: np.ndarray, data: bytes) -> list[_Description]:
+def _format() -> int:
+    """Return a number that differs between versions of dte_dist whose rows or frames differ."""
+    return zlib.crc32(repr((ControlRow.__slots__, HEAD.descr, ENTRY.descr)).encode())
+
+
+def _check_formats(formats: Sequence[int]) -> None:
+    others = [rank for rank, number in enumerate(formats) if number != formats[0]]
+    if others:
+        fix = "run the same version of dte_dist on every rank"
+        raise LayoutMismatch("ranks write their rows or frames differently", ranks=[0, *others], fix=fix)
+
+
+def _check_numbers(numbers: Sequence[int], described: Sequence[_Description]) -> None:
+    """Refuse more or fewer coordinates than a rank has meshes for, before anyone makes room for them."""
+    for rank, (number, said) in enumerate(zip(numbers, described, strict=True)):
+        if number != said.numbers:
+            fix = "run the same version of dte_dist on every rank"
+            raise LayoutMismatch("a rank has other coordinates than meshes", ranks=[rank], expected=said.numbers, got=number, fix=fix)
+
+
+def _share(control: Wire, sizes: np.ndarray, digests: np.ndarray, data: bytes) -> list[_Description]:
     """Send each distinct description once and return that of every rank, equal ones as one object."""
     known: dict[bytes, _Description] = {}
     described = []
-    for rank, row in enumerate(rows):
-        key = row[2:].tobytes()
+    for rank, (size, digest) in enumerate(zip(sizes.tolist(), digests, strict=True)):
+        key = digest.tobytes()
         if key not in known:
-            known[key] = _Description.parse(control.share(rank, data, int(row[0])))
+            shared = control.share(rank, data, size)
+            known[key] = agreed(partial(_Description.parse, shared, rank=rank, size=len(sizes)))
         described.append(known[key])
     return described
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Description:
-    """A description taken apart again.
-
-    Attributes:
-        trained: whether the module is trained, and whether the one to receive into is.
-    """
-
-    options: dict[str, Any]
-    wire: Any
-    partial: bool
-    nccl: bool
-    trained: tuple[bool, bool]
-    manifest: Manifest
-    into: Manifest | None
-
-    @classmethod
-    def parse(cls, data: bytes) -> _Description:
-        sizes = np.frombuffer(data[:24], np.int64).tolist()
-        head, manifest, into = (data[24 + sum(sizes[:i]) : 24 + sum(sizes[: i + 1])] for i in range(3))
-        said = json.loads(head)
-        second = Manifest.from_bytes(into) if into else None
-        trained = bool(said["trained"][0]), bool(said["trained"][1])
-        own = Manifest.from_bytes(manifest)
-        return cls(said["options"], said["wire"], said["partial"], said["nccl"], trained, own, second)
-
-
 def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
     _check_options(described)
-    coordinates = [_unflatten(said, numbers) for said, numbers in zip(described, places, strict=True)]
+    coordinates = [_unflatten(said, numbers, rank) for rank, (said, numbers) in enumerate(zip(described, places, strict=True))]
     named = described[0].options["src"]
     sources = tuple(named) if named is not None else _connected(described, coordinates)
     receivers = tuple(rank for rank, said in enumerate(described) if rank not in sources or said.into is not None)
@@ -234,14 +237,22 @@ def _flatten(layout: Layout) -> list[int]:
     return numbers
 
 
-def _unflatten(said: _Description, numbers: list[int]) -> list[tuple[tuple[int, ...] | None, ...]]:
-    """Reverse `_flatten`, for the module and for `into`."""
+def _unflatten(said: _Description, numbers: Sequence[int], rank: int) -> list[tuple[tuple[int, ...] | None, ...]]:
+    """Reverse `_flatten`, for the module and for `into`.
+
+    Raises:
+        LayoutMismatch: a coordinate is outside its mesh.
+    """
     left = list(numbers)
     both = []
-    for manifest in (said.manifest, said.into):
+    for manifest in said.manifests:
         places: list[tuple[int, ...] | None] = []
         for mesh in manifest.meshes if manifest is not None else ():
             place, left = tuple(left[: len(mesh.shape)]), left[len(mesh.shape) :]
-            places.append(None if place and place[0] < 0 else place)
+            inside = all(0 <= at < size for at, size in zip(place, mesh.shape, strict=True))
+            if not inside and set(place) != {-1}:
+                fix = "run the same version of dte_dist on every rank"
+                raise LayoutMismatch("a rank is at no place of a mesh", ranks=[rank], expected=f"within {mesh.shape}", got=place, fix=fix)
+            places.append(place if inside else None)
         both.append(tuple(places))
     return both

@@ -38,10 +38,10 @@ from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.groups import DamagedRow, LossBoard, Membership, Wire
+from dte_dist.transport.groups import LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
 from dte_dist.transport.speed import LinkSpeed
-from dte_dist.transport.together import Agreed, or_error, raise_if_any
+from dte_dist.transport.together import Agreed, agreed, end_together, or_error, raise_if_any
 
 __all__ = ["Model", "open_channel"]
 
@@ -66,10 +66,14 @@ def open_channel(module: Model, group: dist.ProcessGroup, into: Model | None, op
     try:
         try:
             channel = opening.run(module, into, error)
-        except Agreed as agreed:
-            raise agreed.error from agreed.error.__cause__
+        except Agreed as told:
+            raise told.error from told.error.__cause__
+        except PeerLost:
+            raise
+        except Exception as alone:  # on this rank only: the others are to raise what it was, not that they lost this rank
+            raise end_together(alone, LossBoard(membership), lambda why: None, rank=membership.rank) from alone
         return channel
-    except (PeerLost, DamagedRow) as lost:
+    except PeerLost as lost:
         raise PeerLost(LossBoard(membership).agree(str(lost))) from lost
     finally:
         if channel is None:
@@ -108,7 +112,8 @@ class _Opening:
             raise
         except Exception as caught:  # told to all ranks in the last row
             error = caught
-        _refuse_other_plan(raise_if_any(control, error, np.frombuffer(agreement.model.digest(), np.int64).tolist()))
+        digests = raise_if_any(control, error, np.frombuffer(agreement.model.digest(), np.int64).tolist())
+        agreed(lambda: _refuse_other_plan(digests))
         kept.drop_source(module)
         return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 

@@ -31,6 +31,7 @@ from dte_dist.collectives.agreement import Agreement
 from dte_dist.collectives.letters import Letters
 from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
 from dte_dist.collectives.verification import Verifier
+from dte_dist.engine.bounds import check_rows
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import CALLS, ControlRow, Decision, decide, held
 from dte_dist.engine.receiver import ReceiverState
@@ -171,6 +172,7 @@ class Sync:
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
         if any(row.failed for row in rows):
             raise_together(self._parts.control, prepared.error)
+        agreed(lambda: check_rows(table, self._parts.agreement.sources, self._parts.agreement.receivers))
         agreed(lambda: _check_calls(rows))
         if self._route.room > INLINE:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))

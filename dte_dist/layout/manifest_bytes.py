@@ -34,6 +34,8 @@ _FORMAT: Final = 1
 _MAX_TEXT: Final = 1 << 26
 _MAX_INT: Final = 1 << 62
 _MAX_SPLIT: Final = 1 << 20
+_MAX_DIMENSIONS: Final = 64
+_MAX_BYTES: Final = 1 << 62
 
 
 def canonical_text(entries: Entries, meshes: Meshes, ties: Ties) -> bytes:
@@ -65,7 +67,8 @@ def unpack(data: bytes) -> tuple[Entries, Meshes, Ties]:
     try:
         return _parts(json.loads(_inflated(data)))
     except (ValueError, TypeError, KeyError, RecursionError, zlib.error) as error:
-        raise LayoutMismatch(f"the bytes of a manifest are damaged: {error}", fix="run one version of dte_dist on all ranks") from error
+        text = str(error)[:400]
+        raise LayoutMismatch(f"the bytes of a manifest are damaged: {text}", fix="run one version of dte_dist on all ranks") from error
 
 
 def _geometry(shape: tuple[int, ...], dtype: str, placement: Placement) -> list[Any]:
@@ -92,11 +95,16 @@ def _parts(document: Any) -> tuple[Entries, Meshes, Ties]:
         raise ValueError("an entry names a geometry that is not there")
     entries = tuple(Entry(name, *geometries[kind]) for name, kind in zip(names, kinds, strict=True))
     _check_order(entries)
+    nbytes = [prod(shape) * DTYPES[dtype].itemsize for shape, dtype, _ in geometries]
+    if sum(nbytes[kind] for kind in kinds) > _MAX_BYTES:  # positions count across tensors, too
+        raise ValueError("the tensors together are too large")
     return entries, meshes, _ties(document["ties"], set(names))
 
 
 def _mesh(shape: Any, ranks: Any) -> MeshSpec:
     mesh = MeshSpec(_ints(shape, low=1), _ints(ranks))
+    if len(mesh.shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"a mesh of {len(mesh.shape)} dimensions")
     if prod(mesh.shape) != len(mesh.ranks) or len(set(mesh.ranks)) != len(mesh.ranks):
         raise ValueError(f"a mesh of shape {mesh.shape} cannot have ranks {mesh.ranks[:16]}")
     return mesh
@@ -106,6 +114,8 @@ def _read_geometry(item: list[Any], meshes: Meshes) -> tuple[tuple[int, ...], st
     shape, dtype, mesh, cuts, runs = _ints(item[0]), item[1], item[2], _list(item[3]), item[4]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{dtype!r} is no element type")
+    if len(shape) > _MAX_DIMENSIONS or prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > _MAX_BYTES:
+        raise ValueError(f"there is no tensor of {len(shape)} dimensions of sizes {shape[:16]}")
     if runs is not None:
         return shape, dtype, _explicit(shape, mesh, cuts, runs)
     if mesh is None:
@@ -131,7 +141,8 @@ def _run(item: Any) -> tuple[int, int]:
 
 def _cuts(items: list[Any], dimensions: int, mesh_dimensions: int) -> tuple[Cut, ...]:
     cuts = tuple(Cut(*_ints(_list(item, 3))) for item in items)
-    in_range = all(cut.dim < dimensions and cut.mesh_dim < mesh_dimensions and 1 <= cut.split_factor <= _MAX_SPLIT for cut in cuts)
+    in_range = all(cut.dim < dimensions and cut.mesh_dim < mesh_dimensions and cut.split_factor >= 1 for cut in cuts)
+    in_range = in_range and prod(cut.split_factor for cut in cuts) <= _MAX_SPLIT
     if not in_range or len({cut.mesh_dim for cut in cuts}) != len(cuts):
         raise ValueError(f"{cuts} cannot cut {dimensions} dimensions along a mesh of {mesh_dimensions}")
     return cuts
@@ -157,6 +168,7 @@ def _check_order(entries: Entries) -> None:
 def _check_strings(items: list[Any]) -> None:
     if set(map(type, items)) - {str}:
         raise ValueError("a name is no string")
+    "".join(items).encode()  # half a surrogate pair, which JSON can spell, can be in no error that is told to others
 
 
 def _list(item: Any, length: int | None = None) -> list[Any]:
