@@ -180,13 +180,15 @@ _FAMILY: dict[str, type[Exception]] = {
 def to_wire(error: BaseException, size: int) -> bytes:
     """Write an error as exactly `size` bytes: its class name, a line break, its text, zeros.
 
-    An error from outside the family becomes a `SyncFailed` that names its class.
+    An error from outside the family becomes a `SyncFailed` that names its class; a subclass of one of the family, that one.
 
     Example:
         >>> from_wire(to_wire(FrameError("cut short"), 64))
         FrameError('cut short')
     """
     name = type(error).__name__
+    if isinstance(error, DeltaError):
+        name = next(each.__name__ for each in type(error).__mro__ if _FAMILY.get(each.__name__) is each)
     try:
         text = str(error)
     except Exception as inner:  # an error must not be lost because it cannot say what it is

@@ -5,6 +5,7 @@
 3. o Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer cost one message.
 4. o The coordinates of each rank on its meshes go round: they tell a rank's block from its neighbour's.
 5.   Every rank builds the same `ModelMap` from them, and derives everything else; or finds the same thing wrong with them.
+6. o A row with the digests of these, before anyone makes groups by them and waits for the other members (`compare_plans`).
 
 Steps with a ring (o) are exchanges.
 """
@@ -33,7 +34,7 @@ from dte_dist.plan.model_map import Holding, ModelMap
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.together import agreed, raise_if_any
 
-__all__ = ["Agreement", "Described", "agree", "describe"]
+__all__ = ["Agreement", "Described", "agree", "compare_plans", "describe"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +127,26 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
     table = control.rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
     places = [row[:size].tolist() for row, size in zip(table, rows[:, 2], strict=True)]
     return agreed(lambda: _plan(descriptions, places, rows[:, 3:].tobytes()))
+
+
+def compare_plans(control: Wire, agreement: Agreement) -> None:
+    """Compare with all ranks what they agreed on, before anyone makes groups by it and waits for the other members.
+
+    Raises:
+        Agreed: with a `LayoutMismatch`: the plans differ.
+        PeerLost: a rank did not answer.
+        DamagedRow: what a rank said came damaged to this one.
+    """
+    digests = control.rows(np.frombuffer(agreement.model.digest(), np.int64))
+    agreed(lambda: _refuse_other_plan(digests))
+
+
+def _refuse_other_plan(digests: np.ndarray) -> None:
+    """Refuse to go on where ranks made different plans of the same descriptions; all see the same rows."""
+    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    if others:
+        fix = "run the same version of dte_dist on every rank"
+        raise LayoutMismatch("ranks come to different plans for the same layouts", ranks=[0, *others], fix=fix)
 
 
 def _format() -> int:

@@ -1,13 +1,12 @@
 """How a channel opens: all ranks agree, make the same groups in the same order, and have it together or not at all.
 
 1.   Describe: what this rank holds and wants; kernels are compiled now, so that nobody waits for it later. An error is kept.
-2. o Agree on who holds what (`collectives.agreement`), or all raise the error of one.
+2. o Agree on who holds what (`collectives.agreement`), compare what came of it, or all raise the error of one.
 3. o Compare: where sources hold the same, though no mesh makes them replicas, their bits must be equal
      (`collectives.copies`).
 4. o Build: data groups, which connect, and the states of source and receiver. What an earlier channel of the
      module left behind is taken up (`collectives.kept`). An error is kept.
-5. o The last row: has every rank built its channel, with the same plan? If not, all raise, and close their
-     groups.
+5. o The last row: has every rank built its channel? If not, all raise, and close their groups.
 
 Steps with a ring (o) are exchanges. A rank that does not come is a `PeerLost` with one text, found on the loss board.
 """
@@ -17,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from dte_dist import kernels
 from dte_dist.collectives import kept
-from dte_dist.collectives.agreement import Agreement, Described, agree, describe
+from dte_dist.collectives.agreement import Agreement, Described, agree, compare_plans, describe
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.copies import refuse_rivals
 from dte_dist.collectives.letters import Letters
@@ -33,15 +31,15 @@ from dte_dist.collectives.sync import Parts
 from dte_dist.collectives.verification import Verifier
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
-from dte_dist.errors import LayoutMismatch, PeerLost
+from dte_dist.errors import PeerLost
 from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.groups import LossBoard, Membership, Wire
+from dte_dist.transport.groups import DamagedRow, LossBoard, Membership, Wire
 from dte_dist.transport.relay import Relay
 from dte_dist.transport.speed import LinkSpeed
-from dte_dist.transport.together import Agreed, agreed, end_together, or_error, raise_if_any
+from dte_dist.transport.together import Agreed, end_together, or_error, raise_if_any
 
 __all__ = ["Model", "open_channel"]
 
@@ -104,16 +102,23 @@ class _Opening:
         if error is None:
             mine, error = or_error(lambda: _describe(module, into, self.options, membership.backends))
         agreement = agree(control, mine, error)
-        refuse_rivals(control, agreement, None if mine is None else mine.layout)
+        layout = None if mine is None else mine.layout
+        for compare in (
+            lambda: compare_plans(control, agreement),
+            lambda: refuse_rivals(control, agreement, layout),
+        ):
+            try:
+                compare()
+            except DamagedRow as damage:  # told in the last row: this rank has its plan, and others wait for its groups
+                error = error or damage
         built: Channel | None = None
         try:
             built = self._build(agreement, mine, module, module if into is None else into)  # type: ignore[arg-type]  # agree raised
         except PeerLost:
             raise
         except Exception as caught:  # told to all ranks in the last row
-            error = caught
-        digests = raise_if_any(control, error, np.frombuffer(agreement.model.digest(), np.int64).tolist())
-        agreed(lambda: _refuse_other_plan(digests))
+            error = error or caught
+        raise_if_any(control, error)
         kept.drop_source(module)
         return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 
@@ -175,11 +180,3 @@ def _describe(module: Model, into: Model | None, options: Options, backends: str
     # Before anyone waits for this rank: where nothing is cached, compiling takes longer than a short timeout.
     kernels.warm({dtype.itemsize for dtype in dtypes})
     return described
-
-
-def _refuse_other_plan(digests: np.ndarray) -> None:
-    """Refuse to go on where ranks made different plans of the same descriptions; all see the same rows."""
-    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
-    if others:
-        fix = "run the same version of dte_dist on every rank"
-        raise LayoutMismatch("ranks come to different plans for the same layouts", ranks=[0, *others], fix=fix)

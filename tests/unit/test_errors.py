@@ -36,6 +36,14 @@ def test_an_error_from_outside_becomes_sync_failed_and_keeps_its_name(error: Exc
     assert type(back) is SyncFailed and str(back) == f"{type(error).__name__}: {error}"
 
 
+def test_a_subclass_travels_as_the_class_of_the_family_that_it_is_one_of() -> None:
+    class Special(VersionGap):
+        pass
+
+    assert type(told(Special("lost one"))) is VersionGap and str(told(Special("lost one"))) == "lost one"
+    assert type(told(type("FrameError", (DeltaError,), {})("another"))) is DeltaError, "it goes by the class, not by its name"
+
+
 def test_zeros_are_no_error() -> None:
     assert from_wire(bytes(64)) is None and from_wire(b"") is None
 
