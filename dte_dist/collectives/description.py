@@ -120,15 +120,15 @@ def _check_options(said: Any, size: int) -> None:
     """Check that options are some that a call can have."""
     if not isinstance(said, dict) or said.keys() != Options().shared().keys():
         raise ValueError("its options are others")
-    sources, bucket_bytes, anchor, timeout = (said[name] for name in ("src", "bucket_bytes", "anchor_interval", "timeout"))
+    sources, timeout = said["src"], said["timeout"]
     if sources is not None and not (
         isinstance(sources, list) and sources and all(type(rank) is int and 0 <= rank < size for rank in sources)
         and len(set(sources)) == len(sources)
     ):  # fmt: skip
         raise ValueError(f"its sources are not different ranks of a group of {size}")
-    if type(bucket_bytes) is not int or type(anchor) not in (int, type(None)) or type(timeout) not in (int, float):
-        raise ValueError("one of its options is no number")
-    Options(bucket_bytes=bucket_bytes, anchor_interval=anchor, timeout=timedelta(seconds=timeout))
+    if type(timeout) not in (int, float):
+        raise ValueError("its timeout is no number")
+    Options(timeout=timedelta(seconds=timeout), **{name: said[name] for name in said.keys() - {"src", "timeout"}})
 
 
 def _wire(said: Any) -> WireTypes:

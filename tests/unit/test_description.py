@@ -44,7 +44,7 @@ def test_a_description_comes_back(into: str | None, sources: tuple[int, ...] | N
     target = layout() if into else None
     data = written(target, sources=sources, wire_dtype=into, bucket_bytes=64, anchor_interval=3)
     said = Description.parse(data, rank=1, size=SIZE)
-    assert said.options == {"src": sources and list(sources), "bucket_bytes": 64, "anchor_interval": 3, "timeout": 600.0}
+    assert said.options == Options(sources=sources, bucket_bytes=64, anchor_interval=3).shared()
     assert (said.wire, said.partial, said.nccl, said.numbers) == (into, False, False, 0)
     assert [entry.name for entry in said.manifest.entries] == (["b", "w"] if into else ["bias", "weight"])
     assert (said.into is None) == (into is None) and (said.into is None or said.into == target.manifest)
