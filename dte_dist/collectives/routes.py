@@ -21,7 +21,7 @@ from torch import Tensor
 from dte_dist.engine.chain import Step
 from dte_dist.engine.lanes import Lanes, PairLane, PairLanes, step_of_lane
 from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState, seed_size
+from dte_dist.engine.source import SourceState, most_size, seed_size
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.pairs import lanes_of, pair_spaces
 from dte_dist.plan.remap import Remap, build_remaps, moves_nothing
@@ -99,6 +99,11 @@ class Route(ABC):
         """Return, by source, the bytes of every frame of a seed."""
         return {source: [seed_size(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
 
+    @cached_property
+    def most(self) -> dict[int, list[int]]:
+        """By source, the most bytes that each of its frames can have."""
+        return {source: [most_size(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
+
     @abstractmethod
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
         """Return what frames of these sizes cost each rank on their way to `targets`."""
@@ -112,7 +117,7 @@ class Route(ABC):
         """Take all frames of a source, in order; what is not for this rank's receiver is left out. They must stay as they are."""
 
     @abstractmethod
-    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
+    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> Exception | None:
         """Move all frames that make `step`; sources, the root and targets must call.
 
         Args:
@@ -121,6 +126,9 @@ class Route(ABC):
             sizes: of all sources.
             targets: receivers that get them, ascending.
             phases: where the time goes.
+
+        Returns:
+            Why this rank had no memory for what it got; None if it had.
         """
 
 
@@ -144,6 +152,7 @@ class RelayRoute(Route):
         self.lanes = source.relay if source is not None else None
         self.remaps = receiver.remaps if receiver is not None else {}
         self._receiver, self._relay, self._root = receiver, relay, root
+        relay.reserve(self.most, receiver=receiver is not None)
 
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
         load = Load()
@@ -163,11 +172,11 @@ class RelayRoute(Route):
         for number, frame in enumerate(frames):
             self._take(step, source, number, frame)
 
-    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
+    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> Exception | None:
         def take(parcel: Parcel, frame: Tensor) -> None:
             self._take(step, parcel.source, parcel.chunk, frame)
 
-        self._relay.move(sizes, frames, targets, take, phases, keep=not step.is_seed)
+        return self._relay.move(sizes, frames, targets, take, phases, keep=not step.is_seed)
 
     def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):
@@ -202,6 +211,7 @@ class P2PRoute(Route):
         if own is not None:
             self.lanes = PairLanes(rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()})
         self.remaps = self._remaps_of(model.receiver_spaces.get(rank, {}), pairs)
+        exchange.reserve(self.most, receiver=receiver is not None)
 
     def _remaps_of(
         self, own: Mapping[int, FlatSpace], pairs: Mapping[int, Mapping[int, Mapping[int, FlatSpace]]]
@@ -237,7 +247,7 @@ class P2PRoute(Route):
         for number, frame in enumerate(self._of(source, self._rank, frames)):
             self._take(step, source, number, frame)
 
-    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> None:
+    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> Exception | None:
         outgoing: dict[int, list[Sized]] = {}
         incoming: dict[int, list[int]] = {}
         if self._rank in self.chunks:
@@ -249,7 +259,7 @@ class P2PRoute(Route):
         def take(source: int, number: int, frame: Tensor) -> None:
             self._take(step, source, number, frame)
 
-        self._exchange.move(outgoing, incoming, targets, take, phases, keep=not step.is_seed)
+        return self._exchange.move(outgoing, incoming, targets, take, phases, keep=not step.is_seed)
 
     def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):

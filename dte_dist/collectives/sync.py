@@ -29,17 +29,17 @@ from torch import Tensor
 
 from dte_dist.collectives.agreement import Agreement
 from dte_dist.collectives.letters import Letters
-from dte_dist.collectives.routes import Chosen, Load, Routes, Sizes
+from dte_dist.collectives.routes import Chosen, Load, Route, Routes, Sizes
 from dte_dist.collectives.verification import Verifier
 from dte_dist.engine.bounds import check_rows
 from dte_dist.engine.chain import NONE, Step
 from dte_dist.engine.control import CALLS, ControlRow, Decision, decide, held
 from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState, most_size
+from dte_dist.engine.source import SourceState
 from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport, VerifyReport
-from dte_dist.transport.buffers import Frame
+from dte_dist.transport.buffers import Frame, explain_memory
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.speed import LinkSpeed
 from dte_dist.transport.together import agreed, error_of, or_error, raise_if_any, raise_together
@@ -114,10 +114,15 @@ class Sync:
         self._parts, self._prepared = parts, prepared
         self._source, self._receiver = parts.source, parts.receiver
         self._phases = prepared.phases
-        self._route = parts.routes[prepared.chosen[0]]
         self._load, self._gathered = Load(), 0
         self._received: dict[int, Tensor] = {}
+        self._unkept: Exception | None = None
         self.begun = False
+
+    @property
+    def _route(self) -> Route:
+        """The way of the frames; not there if it was what failed in phase 1."""
+        return self._parts.routes[self._prepared.chosen[0]]
 
     def run(self) -> SyncReport:
         """Run the phases; all ranks of the group must call.
@@ -171,13 +176,17 @@ class Sync:
         self.begun = True
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
         if any(row.failed for row in rows):
-            raise_together(self._parts.control, prepared.error)
+            raise_together(self._parts.control, explain_memory(prepared.error))
         agreed(lambda: check_rows(table, self._parts.agreement.sources, self._parts.agreement.receivers))
         agreed(lambda: _check_calls(rows))
         if self._route.room > INLINE:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))
         agreed(lambda: self._check_sizes(sizes))
-        return rows, {source: sizes[source, : len(chunks)].tolist() for source, chunks in self._route.chunks.items()}
+        found = {source: sizes[source, : len(chunks)].tolist() for source, chunks in self._route.chunks.items()}
+        if mine and found[self._parts.control.rank] != mine:  # not told in a row: sending them would end the processes that receive
+            what, said = "the frames of this rank have other sizes than it said", sum(found[self._parts.control.rank])
+            raise FrameError(what, expected=f"{said} bytes", got=f"{sum(mine)} bytes", fix="report this as a bug of dte_dist")
+        return rows, found
 
     def _swap(self, row: np.ndarray) -> np.ndarray:
         """Exchange control rows, those of sources with their letters; return the rows."""
@@ -191,8 +200,8 @@ class Sync:
     def _check_sizes(self, sizes: np.ndarray) -> None:
         """Refuse sizes that no frame can have, before anyone makes room for them."""
         most = np.zeros_like(sizes)
-        for source, chunks in self._route.chunks.items():
-            most[source, : len(chunks)] = [most_size(chunk) for _, chunk in chunks]
+        for source, largest in self._route.most.items():
+            most[source, : len(largest)] = largest
         wrong = np.argwhere((sizes < 0) | (sizes > most) | (sizes % 8 != 0))
         if len(wrong):
             rank, chunk = wrong[0].tolist()
@@ -226,13 +235,14 @@ class Sync:
 
     def _vote(self, decision: Decision) -> Decision:
         """Phase 4; return what is left to do."""
-        error: Exception | None = None
+        error = self._unkept
         written: bool | None = False
         if self._receiver is not None:
-            error = self._receiver.error
+            error = error or self._receiver.error
             if error is None and self._is_in(decision.followers):
                 written, error = or_error(self._receiver.is_written)
-        votes = self._raise_if_any(error, int(bool(written)))
+        came = self._load.received[self._parts.control.rank]
+        votes = self._raise_if_any(explain_memory(error, came), int(bool(written)))
         return decision.without([self._parts.control.members[place] for place in np.flatnonzero(votes).tolist()])
 
     def _apply(self, decision: Decision) -> Exception | None:
@@ -262,7 +272,7 @@ class Sync:
         """Move frames on the route; return what it cost each rank, and learn how fast it went."""
         load, rank = self._route.load(sizes, targets), self._parts.control.rank
         begin, coding = time.perf_counter(), self._phases.coding()
-        self._route.move(step, frames, sizes, targets, self._phases)
+        self._unkept = self._route.move(step, frames, sizes, targets, self._phases)
         seconds = time.perf_counter() - begin - (self._phases.coding() - coding)
         self._parts.speed.learn(max(load.sent[rank], load.received[rank]), seconds)
         return load
@@ -270,12 +280,14 @@ class Sync:
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
         """Phase 7."""
         seeded = self._receiver if self._is_in(decision.seeded) else None
+        error = error or self._unkept
         for part in (self._source, seeded):
             error = error or (part.error if part is not None else None)
         if seeded is not None and error is None:
             error = error_of(seeded.check_own)
         speed = self._parts.speed
-        speed.hear(int(self._raise_if_any(_as_apply_failed(error), int(speed.bytes_per_second or 0)).max()))
+        error = _as_apply_failed(explain_memory(error, self._load.received[self._parts.control.rank]))
+        speed.hear(int(self._raise_if_any(error, int(speed.bytes_per_second or 0)).max()))
         with self._phases("commit"):
             if seeded is not None:
                 seeded.commit(decision.version, decision.onward, full=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dte_dist.errors import PeerLost
 from dte_dist.report import Phases
-from dte_dist.transport.buffers import Buffers, Frame
+from dte_dist.transport.buffers import Buffers, Frame, lies_on, write
 from dte_dist.transport.groups import Pending, Wire
 
 __all__ = ["Exchange", "Sized", "TakeFrom"]
@@ -68,10 +68,30 @@ class Exchange:
         self._incoming, self._outgoing, self._own = Buffers(), Buffers(), Buffers()
         self._sent = 0
 
+    def reserve(self, most: Mapping[int, Sequence[int]], *, receiver: bool) -> None:
+        """Make room for frames, so that memory for them is there when ranks are in step; to call where an error is told to all of them.
+
+        Args:
+            most: by source, the most bytes of each of its frames.
+            receiver: this rank may be a target.
+        """
+        largest = max(map(max, filter(None, most.values())), default=0)
+        if receiver:
+            self._incoming.reserve(largest, self._device)
+        if self._rank in most:
+            self._outgoing.reserve(largest, self._device)
+        if receiver and self._rank in most:
+            self._own.reserve(largest, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where frames travel."""
+        return torch.device("cpu") if self._wire is None else self._wire.device
+
     def move(
         self, outgoing: Mapping[int, Sequence[Sized]], incoming: Mapping[int, Sequence[int]], targets: Sequence[int], take: TakeFrom,
         phases: Phases, *, keep: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> Exception | None:  # fmt: skip
         """Move the frames of one sync; all sources and all targets must call.
 
         Args:
@@ -81,7 +101,11 @@ class Exchange:
             take: called with each frame on a target; must not raise.
             phases: where the time goes.
             keep: frames that `take` was called with stay as they are for as long as somebody holds them.
+
+        Returns:
+            Why this rank could not keep its frames, so that `take` was not called with all of them; None if it was.
         """
+        self._incoming.begin()
         sending: deque[Pending] = deque()
         for step in range(max(len(self._sources), len(targets))):
             to, source = self._partners(step, targets)
@@ -96,11 +120,12 @@ class Exchange:
                 if pending is not None:
                     _wait(pending, phases)
                 going = self._start(now, number + 1, sending, phases, keep)
-                if frame is not None:
+                if frame is not None and self._incoming.error is None:
                     with phases("decode"):
                         take(source, now.chunks[number][0], frame)
         for pending in sending:
             _wait(pending, phases)
+        return self._incoming.error
 
     def _partners(self, step: int, targets: Sequence[int]) -> tuple[int, int]:
         """Return whom this rank sends to and receives from in one step; `_NOBODY` where there is none."""
@@ -115,21 +140,21 @@ class Exchange:
         return to, source
 
     def _hand_over(self, frames: Sequence[Sized], take: TakeFrom, phases: Phases, keep: bool) -> None:
-        """Take this rank's own frames."""
+        """Take this rank's own frames, wherever they lie."""
         for chunk, (size, frame) in enumerate(frames):
             if size:
                 with phases("encode"):
-                    made = self._made(self._own, 0, (size, frame), keep=keep)
+                    made = self._made(self._own, 0, (size, frame), keep=keep) if callable(frame) else frame
                 with phases("decode"):
                     take(self._rank, chunk, made)
 
     def _made(self, buffers: Buffers, number: int, sized: Sized, *, keep: bool = False) -> Tensor:
-        """Return a frame, written into a buffer if it is only made now."""
+        """Return a frame, written into a buffer if it is only made now, or does not lie where it travels."""
         size, frame = sized
-        if not callable(frame):
+        if lies_on(frame, self._device):
             return frame
-        place = buffers.get(number, size, self._wire.device if self._wire is not None else torch.device("cpu"), keep=keep)
-        frame(place)
+        place = buffers.get(number, size, self._device, keep=keep)
+        write(frame, place)
         return place
 
     def _start(self, now: _Step, number: int, sending: deque[Pending], phases: Phases, keep: bool) -> tuple[Tensor | None, Pending | None]:
@@ -142,7 +167,7 @@ class Exchange:
             with phases("encode"):
                 made = self._made(self._outgoing, self._sent, now.frames[number])
             self._sent += 1
-            outgoing = made.to(self._reach().device), now.to
+            outgoing = made, now.to
         if number < len(now.chunks):
             frame = self._incoming.get(number, now.chunks[number][1], self._reach().device, keep=keep)
             incoming = frame, now.source

@@ -7,6 +7,9 @@ For one sync, whose frame sizes every rank knows:
 3. The root collects bucket i + 1 while bucket i is on its way to the receivers. It decodes nothing.
 4. A receiver unpacks bucket i while bucket i + 1 arrives. Two buffers are enough on either side, unless receivers keep what comes.
 
+A receiver that has no memory for what is to be kept takes the buckets into two buffers that it reserved before, and passes them on all the
+same: `move` returns why.
+
 Buckets reach all receivers by a broadcast each, or, where much is sent or only a few receivers are meant, through
 a chain: each receiver passes pieces on to the next as they arrive, which costs the root one copy for any number of receivers.
 """
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from dte_dist.plan.schedule import Parcel, pack_buckets
 from dte_dist.report import Phases
-from dte_dist.transport.buffers import Buffers, Frame
+from dte_dist.transport.buffers import Buffers, Frame, lies_on, write
 from dte_dist.transport.groups import Pending, Wire
 from dte_dist.transport.speed import LinkSpeed
 
@@ -92,10 +95,30 @@ class Relay:
         self._rank, self._root, self._bucket_bytes = rank, root, bucket_bytes
         self._incoming, self._outgoing = Buffers(), Buffers()
 
+    def reserve(self, most: Mapping[int, Sequence[int]], *, receiver: bool) -> None:
+        """Make room for buckets, so that memory for them is there when ranks are in step; to call where an error is told to all of them.
+
+        Args:
+            most: by source, the most bytes of its frame of each chunk.
+            receiver: this rank may be a target.
+        """
+        largest = max(map(max, filter(None, most.values())), default=0)
+        largest = max(largest, min(self._bucket_bytes, sum(map(sum, most.values()))))
+        if receiver or self._rank == self._root:
+            self._incoming.reserve(largest, self._device)
+        if self._rank in most and self._rank != self._root:
+            self._outgoing.reserve(largest, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where frames travel."""
+        wire = self._stream or self._gather
+        return torch.device("cpu") if wire is None else wire.device
+
     def move(
         self, sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases,
         *, keep: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> Exception | None:  # fmt: skip
         """Move the frames of one sync; all sources, the root and all targets must call.
 
         Args:
@@ -105,7 +128,11 @@ class Relay:
             take: called with each frame on a target; must not raise.
             phases: where the time goes.
             keep: frames that `take` was called with stay as they are for as long as somebody holds them.
+
+        Returns:
+            Why this rank could not keep its frames, so that `take` was not called with all of them; None if it was.
         """
+        self._incoming.begin()
         total, buckets = sum(map(sum, sizes.values())), pack_buckets(sizes, self._bucket_bytes)
         line = [self._root, *(target for target in targets if target != self._root)]
         take = take if self._rank in targets else None
@@ -114,6 +141,7 @@ class Relay:
             self._lead(run)
         else:
             self._follow(run)
+        return self._incoming.error
 
     def _lead(self, run: _Run) -> None:
         ahead: _Bucket = self._collect(0, run)
@@ -141,7 +169,7 @@ class Relay:
         for parcel in run.bucket(number):
             place = buffer[parcel.begin : parcel.end]
             if parcel.source == self._rank:
-                _write(run.frames[parcel.chunk], place)
+                write(run.frames[parcel.chunk], place)
             elif self._gather is not None:
                 pending.append(self._gather.receive(place, parcel.source))
         return buffer, pending
@@ -168,22 +196,20 @@ class Relay:
         mine = [parcel for parcel in run.bucket(number) if parcel.source == self._rank]
         if wire is None or not mine:
             return []
-        made = _size_of([parcel for parcel in mine if callable(frames[parcel.chunk])])
+        made = _size_of([parcel for parcel in mine if not lies_on(frames[parcel.chunk], wire.device)])
         room = self._outgoing.get(number, made, wire.device)
         sending = []
         for parcel in mine:
-            frame = frames[parcel.chunk]
-            if callable(frame):
-                size = parcel.end - parcel.begin
+            frame, size = frames[parcel.chunk], parcel.end - parcel.begin
+            if not lies_on(frame, wire.device):
                 place, room = room[:size], room[size:]
-                frame(place)
+                write(frame, place)
                 frame = place
-            sending.append(wire.send(frame.to(wire.device), self._root))
+            sending.append(wire.send(frame, self._root))
         return sending
 
-    @staticmethod
-    def _unpack(bucket: Sequence[Parcel], buffer: Tensor, run: _Run) -> None:
-        if run.take is None:
+    def _unpack(self, bucket: Sequence[Parcel], buffer: Tensor, run: _Run) -> None:
+        if run.take is None or self._incoming.error is not None:
             return
         with run.phases("decode"):
             for parcel in bucket:
@@ -191,9 +217,8 @@ class Relay:
 
     def _buffer(self, number: int, run: _Run) -> Tensor:
         """Return the buffer of bucket `number`, of exactly its size; of no bytes if there is none."""
-        wire, bucket = self._stream or self._gather, run.bucket(number)
-        device = torch.device("cpu") if wire is None else wire.device
-        return self._incoming.get(number, bucket[-1].end if bucket else 0, device, keep=run.keep)
+        bucket = run.bucket(number)
+        return self._incoming.get(number, bucket[-1].end if bucket else 0, self._device, keep=run.keep)
 
     def _is_chain(self, total: int, line: Sequence[int]) -> bool:
         """Decide from what all ranks know: a broadcast reaches every receiver, and is cheap while it is small."""
@@ -240,13 +265,6 @@ class Relay:
             sends.append(self._stream.send(piece, after[0]))
         for pending in sends:
             pending.wait()
-
-
-def _write(frame: Frame, place: Tensor) -> None:
-    if callable(frame):
-        frame(place)
-    else:
-        place.copy_(frame)
 
 
 def _size_of(parcels: Sequence[Parcel]) -> int:

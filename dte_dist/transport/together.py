@@ -28,6 +28,7 @@ from dte_dist.transport.groups import DamagedRow, LossBoard, Wire
 __all__ = ["Agreed", "agreed", "end_together", "error_of", "forget_frames", "or_error", "raise_if_any", "raise_together"]
 
 _TEXT_BYTES: Final = 4096
+_OWN, _FOUND = 1, 2
 
 _T = TypeVar("_T")
 
@@ -90,6 +91,8 @@ def raise_if_any(
 ) -> np.ndarray:
     """Exchange a row, and raise the same error on every rank if any rank has one; all members must call.
 
+    A rank that could not send what it should makes others find damaged frames: a `FrameError` counts only if it is all there is.
+
     Args:
         wire: a group of the ranks concerned; over gloo.
         error: of this rank, None if all is well.
@@ -106,13 +109,21 @@ def raise_if_any(
     Example:
         >>> newest = raise_if_any(wire, error, [version]).max()
     """
-    rows = wire.rows(np.array([error is not None, *said], np.int64))
+    rows = wire.rows(np.array([_mark(error), *said], np.int64))
     if rows[:, 0].any():
-        raise_together(wire, error, unsaid=unsaid)
+        counts = rows[:, 0] == (_OWN if (rows[:, 0] == _OWN).any() else _FOUND)
+        raise_together(wire, error, unsaid=unsaid, among=[rank for rank, mine in zip(wire.members, counts, strict=True) if mine])
     return rows[:, 1:]
 
 
-def raise_together(wire: Wire, error: Exception | None, *, unsaid: Exception | None = None) -> NoReturn:
+def _mark(error: Exception | None) -> int:
+    """Return what to say of an error: none, one of this rank's own, or one in what came from others."""
+    if error is None:
+        return 0
+    return _FOUND if isinstance(error, FrameError) or isinstance(error.__cause__, FrameError) else _OWN
+
+
+def raise_together(wire: Wire, error: Exception | None, *, unsaid: Exception | None = None, among: Sequence[int] | None = None) -> NoReturn:
     """Raise, on every rank, the error of the lowest rank that has one; all members must call, at least one with an error.
 
     The text says on which ranks it was raised. On these ranks the original error is the cause.
@@ -121,13 +132,15 @@ def raise_together(wire: Wire, error: Exception | None, *, unsaid: Exception | N
         wire: a group of the ranks concerned; over gloo.
         error: of this rank, None if it has none.
         unsaid: raised instead if, against the rule, no rank has one; by default a `FrameError`, which is agreed, too.
+        among: ranks whose errors count, the same on all members; None for all.
 
     Raises:
         Agreed: with that error.
         PeerLost: a rank did not answer.
     """
     texts = wire.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
-    failed = {rank: text for rank, text in zip(wire.members, texts, strict=True) if text.strip(b"\0")}
+    said = zip(wire.members, texts, strict=True)
+    failed = {rank: text for rank, text in said if text.strip(b"\0") and (among is None or rank in among)}
     told = from_wire(next(iter(failed.values()))) if failed else None
     if told is None:
         what, expected = "a rank said that it failed, but not how", "the text of an error"
