@@ -273,7 +273,7 @@ class Wire:
 
         Args:
             row: int64, of the same length on all ranks.
-            rooms: by rank, the bytes of its letter; the same on all ranks.
+            rooms: by rank, the bytes of its letter, a multiple of 8; the same on all ranks.
             write: writes this rank's letter into zeros of its size.
 
         Returns:
@@ -284,16 +284,18 @@ class Wire:
             PeerLost: a rank did not answer.
         """
         self._turn += 1
-        row = np.ascontiguousarray(row, np.int64)
-        head = row.nbytes + _WORD
-        parts = {rank: torch.zeros(head + rooms[rank], dtype=torch.uint8, device="cpu") for rank in self.members}
-        rows = {rank: part[:head].numpy().view(np.int64) for rank, part in parts.items()}
-        rows[self.rank][:-1], rows[self.rank][-1] = row, self._guard_of(row, self.rank)
+        words = len(row) + 1
+        parts = {rank: torch.zeros(words + rooms[rank] // _WORD, dtype=torch.int64, device="cpu") for rank in self.members}
+        rows = {rank: part[:words].numpy() for rank, part in parts.items()}
+        letters = {rank: part[words:].view(torch.uint8) for rank, part in parts.items()}
+        mine = rows[self.rank]
+        mine[:-1] = row
+        mine[-1] = self._guard_of(mine[:-1], self.rank)
         if write is not None:
-            write(parts[self.rank][head:])
+            write(letters[self.rank])
         self.swap_all(parts)
         self._refuse_damage("a row", [rank for rank, each in rows.items() if self._guard_of(each[:-1], rank) != each[-1]])
-        return np.stack([each[:-1] for each in rows.values()]), {rank: part[head:] for rank, part in parts.items()}
+        return np.stack([each[:-1] for each in rows.values()]), letters
 
     def _guard_of(self, row: np.ndarray, sender: int) -> int:
         """Return a word that tells whether a row is sound: of its length, its bytes, its sender, and how many exchanges came before."""
@@ -343,7 +345,7 @@ class Wire:
         if self.rank == owner:
             buffer[:words].view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
             buffer[-1] = self._guard_of(buffer[:-1], owner)
-        self.broadcast(torch.from_numpy(buffer), owner).wait()
+        self.broadcast(torch.from_numpy(buffer).view(torch.uint8), owner).wait()
         self._refuse_damage("a description", [owner] if self._guard_of(buffer[:-1], owner) != buffer[-1] else [])
         return buffer[:words].tobytes()[:size]
 

@@ -5,14 +5,16 @@ The description is JSON:
     {"format": 1, "version": int, "base_version": int, "full": bool, "lineage": int, "base_lineage": int, "sender": int,
      "plan": hex digits, "names": [name, ...], "dtypes": [dtype, ...], "shapes": [[size, ...], ...]}
 
-The data are the tensors of all names end to end, those of the widest elements first so that each lies at a multiple of its element
-size, and zeros up to a multiple of 8 bytes. A piece is up to `PIECE` bytes of the data, and a checksum of 8 bytes behind them (see
-`kernels.checksum`). Where a piece begins follows from its number.
+and blanks up to a multiple of 8 bytes. The data are the tensors of all names end to end, those of the widest elements first so that each
+lies at a multiple of its element size, and zeros up to a multiple of 8 bytes. Both travel in pieces: up to `PIECE` bytes, and behind them 8
+bytes with a checksum (see `kernels.checksum`) to which the number of the piece is added, and for data a checksum of the description. So no
+piece is taken for another one. Where a piece begins follows from its number.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +31,7 @@ from dte_dist.errors import FrameError, LayoutMismatch
 from dte_dist.layout.dtypes import DTYPES, dtype_name
 from dte_dist.transport.base import Payload
 
-__all__ = ["MOST_DATA", "MOST_TEXT", "PIECE", "Arrival", "Description", "Packed", "piece_sizes"]
+__all__ = ["MOST_DATA", "MOST_TEXT", "PIECE", "Arrival", "Description", "Incoming", "Packed", "Piece", "piece_sizes"]
 
 PIECE: Final = 1 << 24
 """Most bytes of data in one piece."""
@@ -39,6 +41,9 @@ MOST_TEXT: Final = 1 << 26
 
 MOST_DATA: Final = 1 << 48
 """Most bytes of data of a payload."""
+
+Piece = tuple[int, Callable[[Tensor], object]]
+"""The bytes of a piece with its checksum, and what writes it into a uint8 buffer of that size, on any device."""
 
 _FORMAT: Final = 1
 _MOST: Final = 1 << 62
@@ -90,7 +95,8 @@ class Description:
             "sender": sender, "plan": plan.hex(), "names": self.names,
             "dtypes": [dtype_name(name, dtype) for name, dtype in zip(self.names, self.dtypes, strict=True)], "shapes": self.shapes,
         }  # fmt: skip
-        return json.dumps(document, separators=(",", ":")).encode()
+        text = json.dumps(document, separators=(",", ":")).encode()
+        return text.ljust(-(-len(text) // 8) * 8)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Description:
@@ -102,7 +108,7 @@ class Description:
         try:
             return cls._read(json.loads(data))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FrameError(f"the description of a payload is damaged: {error}", fix=_AGAIN) from error
+            raise FrameError(f"the description of a payload is damaged: {str(error)[:400]}", fix=_AGAIN) from error
 
     @classmethod
     def _read(cls, document: Any) -> Description:
@@ -163,13 +169,56 @@ class Packed:
             raise LayoutMismatch("the payload is too large", expected=f"{MOST_TEXT} and {MOST_DATA}", got=got, fix="split the model")
         self._tensors = [payload.tensors[description.names[index]] for index in description.order()]
 
-    def pieces(self) -> list[tuple[int, Callable[[Tensor], None]]]:
-        """Return size and writer of each piece; a writer fills a uint8 buffer of that size, on any device."""
+    def text_pieces(self) -> list[Piece]:
+        """Return the pieces of the description."""
+        return _pieces(FlatTensors([torch.frombuffer(bytearray(self.text), dtype=torch.uint8)], 1), 0)
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of the data."""
         device = max(self._tensors, key=lambda tensor: tensor.numel() * tensor.element_size()).device if self._tensors else None
         parts = [_bytes(tensor.detach().to(device)) for tensor in self._tensors]
         padding = self.nbytes - sum(map(len, parts))
         flat = FlatTensors([*parts, torch.zeros(padding, dtype=torch.uint8, device=device)] if padding else parts, 1)
-        return [(size, partial(_write, flat, number * PIECE)) for number, size in enumerate(piece_sizes(self.nbytes))]
+        return _pieces(flat, zlib.crc32(self.text))
+
+
+class Incoming:
+    """Bytes that come in pieces.
+
+    Args:
+        nbytes: how many, a multiple of 8.
+        device: where they will lie.
+        key: of which bytes they are: 0 for a description, its checksum for the data that it describes.
+
+    Raises:
+        MemoryError, RuntimeError: there is no room.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, key: int = 0) -> None:
+        self._data, self._key = torch.empty(nbytes, dtype=torch.uint8, device=device), key
+        self._missing = set(range(len(piece_sizes(nbytes))))
+
+    def take(self, number: int, piece: Tensor) -> None:
+        """Take over a piece of the size that `piece_sizes` gives it.
+
+        Raises:
+            FrameError: its checksum is wrong.
+        """
+        data, said = piece[:-_SUM], piece[-_SUM:].view(torch.int64)
+        if int(_checksum(data)) != int(said - _place_sum(self._key, number)):
+            raise FrameError("a piece of a payload is damaged: its checksum is wrong", fix=_AGAIN)
+        self._data[number * PIECE : number * PIECE + len(data)].copy_(data)
+        self._missing.discard(number)
+
+    def whole(self) -> Tensor:
+        """Return all of them, uint8.
+
+        Raises:
+            FrameError: a piece has not come.
+        """
+        if self._missing:
+            raise FrameError("a payload is not complete", got=f"{len(self._missing)} pieces are missing", fix=_AGAIN)
+        return self._data
 
 
 class Arrival:
@@ -185,6 +234,7 @@ class Arrival:
 
     Raises:
         FrameError: the description is damaged, or not of that much data.
+        MemoryError, RuntimeError: there is no room for the data.
     """
 
     def __init__(self, text: bytes, nbytes: int, device: torch.device) -> None:
@@ -193,20 +243,15 @@ class Arrival:
         if self._description.nbytes != nbytes:
             got = f"{self._description.nbytes} bytes"
             raise FrameError("the data of a payload are not what it describes", expected=f"{nbytes} bytes", got=got, fix=_AGAIN)
-        self._data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._missing = set(range(len(piece_sizes(nbytes))))
+        self._data = Incoming(nbytes, device, zlib.crc32(text))
 
     def take(self, number: int, piece: Tensor) -> None:
-        """Take over a piece of the size that `piece_sizes` gives it.
+        """Take over a piece of the data, of the size that `piece_sizes` gives it.
 
         Raises:
             FrameError: its checksum is wrong.
         """
-        data, said = piece[:-_SUM], piece[-_SUM:].view(torch.int64)
-        if int(kernels.on(piece.device).checksum(data)) != int(said):
-            raise FrameError("a piece of a payload is damaged: its checksum is wrong", fix=_AGAIN)
-        self._data[number * PIECE : number * PIECE + len(data)].copy_(data)
-        self._missing.discard(number)
+        self._data.take(number, piece)
 
     def payload(self) -> Payload:
         """Return the payload; its tensors are views of one buffer.
@@ -214,14 +259,12 @@ class Arrival:
         Raises:
             FrameError: a piece has not come.
         """
-        if self._missing:
-            raise FrameError("a payload is not complete", got=f"{len(self._missing)} pieces are missing", fix=_AGAIN)
-        described = self._description
-        tensors: dict[str, Tensor] = dict.fromkeys(described.names, self._data)
+        data, described = self._data.whole(), self._description
+        tensors: dict[str, Tensor] = dict.fromkeys(described.names, data)
         begin = 0
         for index in described.order():
             end = begin + described.size(index)
-            tensors[described.names[index]] = self._data[begin:end].view(described.dtypes[index]).view(described.shapes[index])
+            tensors[described.names[index]] = data[begin:end].view(described.dtypes[index]).view(described.shapes[index])
             begin = end
         version, base, full, lineage, base_lineage, sender, plan = self.head
         return Payload(version, base, full, MappingProxyType(tensors), lineage, base_lineage, sender, plan)
@@ -237,15 +280,30 @@ def piece_sizes(nbytes: int) -> list[int]:
     return [min(PIECE, nbytes - begin) + _SUM for begin in range(0, nbytes, PIECE)]
 
 
-def _write(flat: FlatTensors, begin: int, place: Tensor) -> None:
-    data = place[:-_SUM]
+def _pieces(flat: FlatTensors, key: int) -> list[Piece]:
+    """Return the pieces of some bytes."""
+    return [(size, partial(_write, flat, number, key)) for number, size in enumerate(piece_sizes(len(flat)))]
+
+
+def _write(flat: FlatTensors, number: int, key: int, place: Tensor) -> None:
+    data, begin = place[:-_SUM], number * PIECE
     if place.device == flat.device:
         kernels.on(flat.device).read(flat, begin, data)
     else:
         staged = torch.empty(len(data), dtype=torch.uint8, device=flat.device)
         kernels.on(flat.device).read(flat, begin, staged)
         data.copy_(staged)
-    place[-_SUM:].view(torch.int64).fill_(kernels.on(place.device).checksum(data))
+    place[-_SUM:].view(torch.int64).fill_(_checksum(data)).add_(_place_sum(key, number))
+
+
+def _checksum(data: Tensor) -> Any:
+    return kernels.on(data.device).checksum(data)
+
+
+def _place_sum(key: int, number: int) -> int:
+    """Return what is added to the checksum of a piece, modulo 2^64, so that it is not taken for another one; an int64."""
+    mixed = (key << 32 | number) * 0x9E3779B97F4A7C15 % (1 << 64)
+    return mixed - (1 << 64 if mixed >> 63 else 0)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

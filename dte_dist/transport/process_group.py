@@ -5,7 +5,8 @@ and takes what it needs from other senders along; a rank that only receives come
 
 1. o Row: version, size of the description and of the data, from every rank. Different versions, or an error on any rank (a call that makes
      no sense, a payload that cannot be sent), are raised on all ranks.
-2. o Descriptions go from every sender to the ranks that need its payload, and are checked there (`packing.Description`).
+2. o Descriptions go from every sender to the ranks that need its payload, in pieces with checksums, and are checked there
+     (`packing.Description`).
 3. o Vote: is every description sound, and is there room for the data?
 4. o Data go the same way, in pieces with checksums.
 5. o Vote: has every rank everything, and is it sound? Only then `send` returns, and `receive` gives out the payloads, each once.
@@ -23,6 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
@@ -34,9 +36,9 @@ from dte_dist.change.flat import BITS
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
-from dte_dist.transport.buffers import Frame
+from dte_dist.transport.buffers import Frame, explain_memory
 from dte_dist.transport.groups import Group, LossBoard, Membership, Wire
-from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Packed, piece_sizes
+from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
 from dte_dist.transport.roles import Roles, mover
 from dte_dist.transport.together import Agreed, end_together, error_of, or_error, raise_if_any
 
@@ -258,35 +260,44 @@ class ProcessGroupTransport(Transport):
     def _exchange(self, version: int, payload: Payload | None, error: Exception | None) -> dict[int, Payload]:
         """Go through the steps of a meeting; return the payloads that have come."""
         packed, wrong = or_error(lambda: Packed(payload) if payload is not None else None)
-        error, text = error or wrong, packed.text if packed is not None else b""
+        error, text = error or explain_memory(wrong), packed.text if packed is not None else b""
         row = [version if error is None else _NONE, len(text), packed.nbytes if packed is not None else 0]
         rows = _rows(self._control, error, row)
         _check_rows(rows, self._control.members, self._roles.senders)
         said = {sender: rows[self._control.members.index(sender), 1:].tolist() for sender in self._roles.senders}
 
+        texts: dict[int, Incoming] = {}
         arrivals: dict[int, Arrival] = {}
         faults: list[Exception] = []
 
-        def describe(sender: int, _: int, frame: Tensor) -> None:
-            _keep_error(faults, lambda: arrivals.update({sender: self._arrival(sender, version, frame, said[sender][1])}))
+        def take_text(sender: int, number: int, frame: Tensor) -> None:
+            def take() -> None:
+                texts[sender] = texts.get(sender) or Incoming(said[sender][0], frame.device)
+                texts[sender].take(number, frame)
 
-        def take(sender: int, number: int, frame: Tensor) -> None:
+            _keep_error(faults, take)
+
+        def take_data(sender: int, number: int, frame: Tensor) -> None:
             _keep_error(faults, lambda: arrivals[sender].take(number, frame))
 
-        texts = [(len(text), torch.frombuffer(bytearray(text), dtype=torch.uint8))] if text else []
-        self._move_text({sender: [size] for sender, (size, _) in said.items()}, texts, describe)
-        pieces: list[tuple[int, Frame]] = []
-        _keep_error(faults, lambda: pieces.extend(packed.pieces()) if packed is not None else None)
+        def arrive() -> None:
+            for sender, came in texts.items():
+                arrivals[sender] = self._arrival(sender, version, came, said[sender][1])
+
+        sizes = ({sender: piece_sizes(numbers[which]) for sender, numbers in said.items()} for which in range(2))
+        self._move_text(next(sizes), _pieces(faults, len(text), packed.text_pieces) if packed is not None else [], take_text)
+        _keep_error(faults, arrive)
+        pieces = _pieces(faults, packed.nbytes, packed.pieces) if packed is not None else []
         self._vote(faults)
-        self._move_data({sender: piece_sizes(size) for sender, (_, size) in said.items()}, pieces, take)
+        self._move_data(next(sizes), pieces, take_data)
         payloads: dict[int, Payload] = {}
         _keep_error(faults, lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}))
         self._vote(faults)
         return payloads
 
-    def _arrival(self, sender: int, version: int, frame: Tensor, nbytes: int) -> Arrival:
+    def _arrival(self, sender: int, version: int, text: Incoming, nbytes: int) -> Arrival:
         """Read a description, and make room for what it describes."""
-        arrival = Arrival(frame.cpu().numpy().tobytes(), nbytes, self._data.device)
+        arrival = Arrival(text.whole().cpu().numpy().tobytes(), nbytes, self._data.device)
         said = (arrival.head[0], *arrival.head[5:]) if self._roles.plan else (arrival.head[0],)
         expected = (version, sender, self._roles.plan) if self._roles.plan else (version,)
         if said != expected:
@@ -294,7 +305,7 @@ class ProcessGroupTransport(Transport):
         return arrival
 
     def _vote(self, faults: Sequence[Exception]) -> None:
-        _rows(self._control, faults[0] if faults else None)
+        _rows(self._control, explain_memory(faults[0] if faults else None, fix="free memory on this rank, and push again"))
 
     def _refuse_closed(self) -> None:
         if self._why is not None:
@@ -319,8 +330,8 @@ def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]
         fix = "send and receive the same version on every rank"
         raise Agreed(VersionError("ranks send or ask for different versions", ranks=sorted(versions.values()), got=got, fix=fix))
     for rank, (text, data) in zip(members, rows[:, 1:].tolist(), strict=True):
-        most, least = ((MOST_TEXT, MOST_DATA), 1) if rank in senders else ((0, 0), 0)
-        if not (least <= text <= most[0] and 0 <= data <= most[1] and data % 8 == 0):
+        most, least = ((MOST_TEXT, MOST_DATA), 8) if rank in senders else ((0, 0), 0)
+        if not (least <= text <= most[0] and 0 <= data <= most[1] and text % 8 == data % 8 == 0):
             fix = "push again; if it stays, the ranks run different versions of dte_dist"
             raise Agreed(FrameError("a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", fix=fix))
 
@@ -340,6 +351,20 @@ def _keep_error(faults: list[Exception], call: Callable[[], Any]) -> None:
         error = error_of(call)
         if error is not None:
             faults.append(error)
+
+
+def _pieces(faults: list[Exception], nbytes: int, make: Callable[[], list[Piece]]) -> list[tuple[int, Frame]]:
+    """Return the pieces of `nbytes`, for ranks that wait for them; those that cannot be made are zeros, which nobody takes."""
+
+    def keeping(write: Callable[[Tensor], object], place: Tensor) -> None:
+        error = error_of(lambda: write(place))
+        if error is not None:
+            faults.append(error)
+            place.zero_()
+
+    made, error = or_error(make)
+    faults += [] if error is None else [error]
+    return [(size, partial(keeping, write)) for size, write in made or [(size, Tensor.zero_) for size in piece_sizes(nbytes)]]
 
 
 def _check_version(version: int) -> None:

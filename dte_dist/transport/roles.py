@@ -84,10 +84,11 @@ class Roles:
 
 def mover(wire: Wire, rank: int, roles: Roles) -> Move:
     """Return what moves frames over a group of the members; all of them call it with the same sizes."""
-    phases = Phases()
+    phases, largest = Phases(), max(piece_sizes(PIECE))
     if len(roles.senders) == 1:
         root, targets = roles.senders[0], roles.receivers(roles.senders[0])
-        relay = Relay(None, wire, rank=rank, root=root, bucket_bytes=piece_sizes(PIECE)[0])
+        relay = Relay(None, wire, rank=rank, root=root, bucket_bytes=largest)
+        relay.reserve({root: [largest]}, receiver=rank in targets)
 
         def stream(sizes: Mapping[int, Sequence[int]], mine: Sequence[tuple[int, Frame]], take: Take) -> None:
             relay.move(sizes, [frame for _, frame in mine], targets, lambda parcel, frame: take(parcel.source, parcel.chunk, frame), phases)
@@ -96,6 +97,7 @@ def mover(wire: Wire, rank: int, roles: Roles) -> Move:
     exchange = Exchange(wire, rank=rank, sources=roles.senders)
     sources = [sender for sender in roles.senders if rank in roles.receivers(sender)]
     everyone = sorted({receiver for sender in roles.senders for receiver in roles.receivers(sender)})
+    exchange.reserve({sender: [largest] for sender in roles.senders}, receiver=rank in everyone)
 
     def swap(sizes: Mapping[int, Sequence[int]], mine: Sequence[tuple[int, Frame]], take: Take) -> None:
         outgoing: dict[int, Sequence[tuple[int, Frame]]] = dict.fromkeys(roles.receivers(rank), mine)

@@ -183,15 +183,16 @@ def test_a_damaged_description_is_a_frame_error_on_all_ranks_and_nothing_hangs(r
 
 
 def damaged_data(rank: int, world: int, what: str) -> tuple[tuple[str, str], int]:
-    """Flip a bit of a piece on rank 0, or say sizes that cannot be."""
+    """Flip a bit of a piece on rank 0, that of the description or one of the data, or say sizes that cannot be."""
     transport = ProcessGroupTransport(timeout=PATIENCE)
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 0 and what == "a bit":
+        if rank == 0 and what.startswith("a bit"):
             write = packing._write
 
-            def flip(flat: Any, begin: int, place: torch.Tensor) -> None:
-                write(flat, begin, place)
-                place[5] ^= 16
+            def flip(flat: Any, number: int, key: int, place: torch.Tensor) -> None:
+                write(flat, number, key, place)
+                if (key == 0) == (what == "a bit of the description"):
+                    place[5] ^= 16
 
             patch.setattr(packing, "_write", flip)
         elif rank == 0:
@@ -207,7 +208,7 @@ def damaged_data(rank: int, world: int, what: str) -> tuple[tuple[str, str], int
     return error, after
 
 
-@pytest.mark.parametrize("what", ["a bit", "negative", "odd", "text"])
+@pytest.mark.parametrize("what", ["a bit of the description", "a bit of the data", "negative", "odd", "text"])
 def test_damaged_data_and_impossible_sizes_are_frame_errors_on_all_ranks(ranks: Ranks, what: str) -> None:
     (kind, _), after = same(ranks.run(damaged_data, what, seconds=60))
     assert (kind, after) == ("FrameError", 9)
@@ -535,7 +536,7 @@ def broken_meeting(rank: int, world: int, victim: int, flag: str) -> tuple[str, 
     Who waits for a dead rank to receive may learn of it only at the timeout: gloo does not wake it.
     """
     if rank == victim and flag:
-        _block(packing if rank == 0 else Arrival, "_write" if rank == 0 else "take", flag)
+        _block(*(packing, "_write", 3) if rank == 0 else (Arrival, "take", 2), flag)  # that of the description comes before
     start = time.monotonic()
     sent = payload(2, 10 << 20) if rank == 0 else None
     error = caught(lambda: meet(STATE["transport"], rank, 2, sent=sent, timeout=SHORT))
@@ -543,12 +544,12 @@ def broken_meeting(rank: int, world: int, victim: int, flag: str) -> tuple[str, 
     return *error, caught(lambda: meet(STATE["transport"], rank, 3))[0], took
 
 
-def _block(place: Any, name: str, flag: str) -> None:
+def _block(place: Any, name: str, call: int, flag: str) -> None:
     original, calls = getattr(place, name), []
 
     def stopping(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) == 2:
+        if len(calls) == call:
             Path(flag).touch()
             threading.Event().wait()
         return original(*args)
