@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dte_dist import FrameError, LayoutMismatch, Payload
 from dte_dist.layout import DTYPES
 from dte_dist.transport import packing
-from dte_dist.transport.packing import Arrival, Description, Packed, piece_sizes
+from dte_dist.transport.packing import Arrival, Description, Incoming, Packed, piece_sizes
 
 CPU = torch.device("cpu")
 
@@ -127,3 +127,40 @@ def test_bytes_cut_out_and_put_in_are_read_or_refused(put: bytes, at: int, cut: 
     except FrameError:
         return
     assert json.loads(found.to_bytes()) | {"plan": ""} == json.loads(damaged) | {"plan": ""}
+
+
+def written(pieces: list[packing.Piece]) -> list[torch.Tensor]:
+    made = [torch.full((size,), 255, dtype=torch.uint8) for size, _ in pieces]
+    for (_, write), piece in zip(pieces, made, strict=True):
+        write(piece)
+    return made
+
+
+def test_a_description_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "PIECE", 64)
+    packed = Packed(Payload(3, -1, True, {f"name{n:09}": torch.zeros(n) for n in range(5)}))
+    pieces = written(packed.text_pieces())
+    assert len(packed.text) % 8 == 0 and [len(piece) for piece in pieces] == piece_sizes(len(packed.text)) and len(pieces) > 3
+    incoming = Incoming(len(packed.text), CPU)
+    for number, piece in enumerate(pieces):
+        with pytest.raises(FrameError, match="not complete"):
+            incoming.whole()
+        incoming.take(number, piece)
+    assert incoming.whole().numpy().tobytes() == packed.text
+
+
+def test_no_piece_is_taken_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for one of another place, nor for one of another payload whose data have the same size, nor a description for data."""
+    monkeypatch.setattr(packing, "PIECE", 16)
+    tensors = {"w": torch.zeros(12)}
+    packed, other = (Packed(Payload(version, 0, False, tensors)) for version in (1, 2))
+    pieces, others = (written(each.pieces()) for each in (packed, other))
+    arrival = Arrival(packed.text, packed.nbytes, CPU)
+    for number, wrong in [(0, pieces[1]), (2, pieces[0]), (1, others[1]), (0, torch.zeros(24, dtype=torch.uint8))]:
+        with pytest.raises(FrameError, match="checksum"):
+            arrival.take(number, wrong)
+    with pytest.raises(FrameError, match="checksum"):
+        Incoming(packed.nbytes, CPU).take(0, pieces[0])
+    for number, piece in enumerate(pieces):
+        arrival.take(number, piece)
+    assert torch.equal(arrival.payload().tensors["w"], tensors["w"])
