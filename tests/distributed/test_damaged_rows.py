@@ -273,3 +273,45 @@ def differing(rank: int, world: int, kind: str) -> Any:
 def test_a_rank_that_comes_to_something_else_while_a_channel_opens_is_known_to_all(ranks: Ranks, kind: str, name: str, said: str) -> None:
     error, soon, report, _ = same(ranks.run(differing, kind))
     assert error[0] == name and error[1].startswith(said) and soon and report == ("full", "first sync")
+
+
+# Payloads ----------------------------------------------------------------------------------------------------------------
+
+
+def in_a_meeting(rank: int, world: int, who: int, number: int) -> Any:
+    """Open a transport and meet twice, with damage at one exchange; then do so with a new transport."""
+    errors: list[tuple[str, str]] = []
+    transport: dte_dist.ProcessGroupTransport | None = None
+
+    def step(version: int) -> None:
+        nonlocal transport
+        transport = transport or dte_dist.ProcessGroupTransport(timeout=TIMEOUT)
+        if rank == 0:
+            transport.send(dte_dist.Payload(version, -1, True, {"w": torch.full((50,), version)}), timeout=TIMEOUT)
+        else:
+            assert transport.receive(version, timeout=TIMEOUT).tensors["w"].tolist() == [version] * 50
+
+    begin = time.monotonic()
+    with damage(rank == who, number, 0 if who else 1, 0):
+        for version in (1, 2):
+            error = outcome(lambda version=version: step(version))
+            errors += [] if error is None else [error]
+            if errors:  # those that had ended their meeting by then are told in the next one
+                break
+    took = time.monotonic() - begin
+    if transport is not None:
+        transport.close()
+    transport = None
+    torch.distributed.barrier()
+    step(3)
+    step(4)
+    transport.close()
+    return errors, took
+
+
+@pytest.mark.parametrize("who", [0, 2], ids=["sender", "receiver"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["opening", "sizes", "first vote", "second vote"])
+def test_a_damaged_row_of_a_transport_closes_it_on_all_ranks(ranks: Ranks, number: int, who: int) -> None:
+    found = ranks.run(in_a_meeting, who, number)
+    check_told({errors[0] for errors, _ in found}, who, 0 if who else 1)
+    assert all(took < SOON for _, took in found)
