@@ -96,10 +96,11 @@ _known: Final[WeakKeyDictionary[Tables, np.ndarray]] = WeakKeyDictionary()
 
 
 def tables_at(remap: Tables) -> int:
-    """Return where the loops find the arrays of a remap."""
-    if remap not in _known:
-        _known[remap] = np.append(addresses_of(*remap.tables()), len(remap.end))
-    return int(_known[remap].ctypes.data)
+    """Return where the loops find the arrays of a remap: always the same place, whichever thread asks first."""
+    found = _known.get(remap)
+    if found is None:  # of two threads that come here at once, one keeps its table, and both return that
+        found = _known.setdefault(remap, np.append(addresses_of(*remap.tables()), len(remap.end)))
+    return int(found.ctypes.data)
 
 
 def warm(widths: Iterable[int]) -> None:
