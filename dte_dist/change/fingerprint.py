@@ -2,7 +2,7 @@
 
 1. `of` takes down where every tensor lies and autograd's version counter, which moves with every write that autograd sees.
 2. A sync takes one when it begins and compares it with the one of its last commit.
-3. It takes another before it votes and one after it wrote: `foreign_to` says which counters moved further than its own writes did.
+3. It takes another before it votes and one after it wrote: `foreign_writes` says which counters moved further than its own writes did.
 
 Inference tensors have no version counter. They are fingerprinted by a digest of their bits, which costs one read of them. Writes through
 `tensor.data` or numpy move no counter and are not noticed: `dte_dist.invalidate` says so, `dte_dist.verify` finds out.
@@ -85,14 +85,18 @@ def foreign_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tenso
     odd = np.flatnonzero(replaced | ((moved != own) & (now.versions >= 0))).tolist()
     if not odd:
         return []
-    totals = _totals(own, tensors)
-    return [index for index in odd if replaced[index] or moved[index] != totals[tensors[index].untyped_storage().data_ptr()]]
+    counters = _counters(before, now, tensors)
+    totals: dict[tuple[int, int, int], int] = {}
+    for counter, count in zip(counters, own.tolist(), strict=True):
+        totals[counter] = totals.get(counter, 0) + count
+    return [index for index in odd if replaced[index] or moved[index] != totals[counters[index]]]
 
 
-def _totals(own: np.ndarray, tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the number of own writes to each storage."""
-    totals: dict[int, int] = {}
-    for count, tensor in zip(own.tolist(), tensors, strict=True):
-        key = tensor.untyped_storage().data_ptr()
-        totals[key] = totals.get(key, 0) + count
-    return totals
+def _counters(before: Fingerprint, now: Fingerprint, tensors: Iterable[Tensor]) -> list[tuple[int, int, int]]:
+    """Return for each tensor what all tensors that share its counter have in common: memory, and where the counter began and ended.
+
+    Memory alone does not tell: parts of `weight.data` have counters of their own. Torch does not say who shares one, so those of one memory
+    whose counters began and ended alike count as sharing it.
+    """
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return list(zip(memory, before.versions.tolist(), now.versions.tolist(), strict=True))

@@ -165,7 +165,7 @@ def test_equal_elements_in_other_tensors_or_at_other_places_differ() -> None:
 @widths
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_neither_chunks_nor_threads_matter(monkeypatch: pytest.MonkeyPatch, width: int, threads: int) -> None:
-    tensors = make_tensors(width) + [random_bits(5000, width, seed=9)]
+    tensors = [*make_tensors(width), random_bits(5000, width, seed=9)]
     expected = references(tensors, width)
     before = torch.get_num_threads()
     try:
