@@ -129,9 +129,10 @@ class Snapshot:
 
     def move(self, device: torch.device) -> None:
         """Move to another device, as the live tensors did; nothing may wait to be settled."""
-        self.device, self._kernels = device, kernels.on(device)
-        self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
         self._rooms: dict[int, _Room] = {}
+        self._kernels = kernels.on(device)
+        self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
+        self.device = device  # last: after an interrupt it moves again
 
     def advance(
         self, live: LiveSpace, width: int, spans: Iterable[tuple[int, int]], detector: Detector | None = None
@@ -169,7 +170,7 @@ class Snapshot:
                     yield done
         finally:  # also of what was found before a detector failed
             last = self._noted(width, wave)
-            if not self._halfway:
+            if wave and not self._halfway:  # without a wave nothing was torn here; it may have been elsewhere since the last one
                 self.torn = torn
         if last:
             yield last

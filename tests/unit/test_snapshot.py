@@ -19,6 +19,7 @@ from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Changed, Detector, Snapshot
 from dte_dist.kernels import cpu, torch_ops
+from tests.unit.interrupts import at_every_line
 from tests.unit.test_advance import PATTERNS, changed_from, make
 from tests.unit.test_kernels import FLOATS
 
@@ -414,6 +415,147 @@ def test_a_refresh_cannot_be_undone(kernel: Any, small: None) -> None:
     model.refresh()
     model.snapshot.undo()
     assert model.everything() == model.lives() and not model.snapshot.torn
+
+
+# Interrupts --------------------------------------------------------------------------------------------------------------
+
+FILE = "change/snapshot.py"
+
+
+class Restart:
+    """One model that is set up again for every interrupt: known bits, and live ones that differ from them."""
+
+    def __init__(self, pattern: str, sizes: dict[int, list[int]]) -> None:
+        self.model = model = Model(sizes)
+        self.before = {width: model.known(width) for width in sizes}
+        for width in sizes:
+            model.change(width, pattern, 3)
+        self.live = {width: model.bits(width) for width in sizes}
+        self.differ = {width: np.flatnonzero(self.before[width] != self.live[width]).tolist() for width in sizes}
+        assert all(self.differ.values())
+
+    def __call__(self, taken: bool = False) -> Model:
+        """Return the model as at first; or once all is taken over, and may be settled or undone."""
+        for width, bits in self.before.items():
+            self.model.set(width, bits)
+        self.model.refresh()
+        for width, bits in self.live.items():
+            self.model.set(width, bits)
+        if taken:
+            self.model.take_over()
+        return self.model
+
+    def is_as_before(self) -> bool:
+        return all(np.array_equal(self.model.known(width), bits) for width, bits in self.before.items())
+
+    def finds_all(self) -> bool:
+        """Find what differs, from where the snapshot stands."""
+        return all(
+            [at for wave in self.model.advance(width) for changed in wave for at in Found.of(changed).places] == places
+            for width, places in self.differ.items()
+        )
+
+
+FEW = {2: [33, 50, 40], 8: [60]}
+PATTERN = pytest.mark.parametrize("pattern", ["some", "0.3", "everything"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "detector"), [("some", None), ("everything", None), ("0.3", exact), ("everything", exact), ("some", too_many)]
+)
+def test_an_interrupt_at_any_line_of_advance(kernel: Any, small: None, pattern: str, detector: Detector | None) -> None:
+    """Over several ranges and waves: the snapshot is of no version, or goes back to what was known, and finds all that differs again."""
+    restart, torn, places = Restart(pattern, FEW), 0, set()
+
+    def start() -> Callable[[], None]:
+        model = restart()
+        return lambda: model.take_over(detector)
+
+    for where in at_every_line(start, FILE):
+        snapshot = restart.model.snapshot
+        places.add(where.split(":")[1])
+        if snapshot.torn:
+            torn += 1
+            if torn % 10 == 1:
+                heals(restart.model)
+            continue
+        snapshot.undo()
+        assert not snapshot.torn and restart.is_as_before(), where
+        assert restart.finds_all(), where
+    assert {"advance", "_ranges", "_take_over", "_noted"} <= places and ("_named" in places) == (detector is not None)
+    assert torn
+
+
+@PATTERN
+def test_an_interrupt_of_who_takes_the_waves_tears_nothing(kernel: Any, small: None, pattern: str) -> None:
+    """Whatever it does between two waves, the snapshot is between two waves."""
+    restart = Restart(pattern, FEW)
+    for enough in range(8):
+        model = restart()
+        waves = [model.advance(width) for width in FEW]
+        for _ in islice((wave for each in waves for wave in each), enough):
+            assert not model.snapshot.torn
+        model.snapshot.undo()
+        assert not model.snapshot.torn and restart.is_as_before() and restart.finds_all()
+
+
+@PATTERN
+def test_an_interrupt_at_any_line_of_undo_settle_or_refresh(kernel: Any, small: None, pattern: str) -> None:
+    restart = Restart(pattern, FEW)
+    for where in at_every_line(lambda: restart(True).snapshot.undo, FILE):
+        restart.model.snapshot.undo()
+        assert restart.model.snapshot.torn or (restart.is_as_before() and restart.finds_all()), where
+    for where in at_every_line(lambda: restart(True).snapshot.settle, FILE):
+        assert not restart.model.snapshot.torn and restart.model.everything() == restart.model.lives(), where
+        restart.model.snapshot.undo()
+        assert restart.is_as_before(), where
+
+    def start() -> Callable[[], None]:
+        return restart().refresh
+
+    for where in at_every_line(start, FILE):
+        if not restart.model.snapshot.torn:
+            assert restart.is_as_before() or restart.model.everything() == restart.model.lives(), where
+            restart.model.snapshot.undo()
+            assert restart.is_as_before() or restart.model.everything() == restart.model.lives(), where
+
+
+def test_an_interrupt_at_any_line_of_a_move_leaves_bits_where_the_snapshot_says(kernel: Any) -> None:
+    """Else the next sync would not move them again, and no later one would find anything."""
+    meta, model = torch.device("meta"), Model(FEW)
+
+    def start() -> Callable[[], None]:
+        model.snapshot = Snapshot(model.totals, torch.device("cpu"), SEGMENT)
+        return lambda: model.snapshot.move(meta)
+
+    for where in at_every_line(start, FILE):
+        assert model.snapshot.device != meta or all(bits.device == meta for bits in model.snapshot.bits.values()), where
+        model.snapshot.move(meta)
+        assert model.snapshot.device == meta and all(bits.device == meta for bits in model.snapshot.bits.values())
+
+
+@pytest.mark.parametrize("how", ["of undo", "of the next advance"])
+def test_an_advance_that_was_left_and_ends_later_does_not_mend_what_broke_since(
+    kernel: Any, small: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As one that an interrupt's traceback kept: its end comes at any time, in the middle of another one too."""
+    monkeypatch.setattr(module, "_WAVE", 5)
+    restart = Restart("some", FEW)
+    model = restart()
+    left = model.advance(2)
+    next(left)
+    if how == "of undo":
+        name, at, call = "put", 0, model.snapshot.undo
+    else:
+        model.snapshot.undo()
+        name, at, call = "advance", 1, model.take_over
+    model.snapshot._kernels = Failing(kernel, name, at, True)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="gone"):
+        call()
+    model.snapshot._kernels = kernel
+    assert model.snapshot.torn
+    left.close()
+    heals(model)
 
 
 # Detectors ---------------------------------------------------------------------------------------------------------------
