@@ -55,8 +55,9 @@ class Chain:
 
     def distrust(self, seed_reason: int) -> None:
         """Give up a receiver's version, for a reason that the report will give; it is seeded by the next sync."""
-        self.seed_reason = seed_reason if self.version != NONE or not self.seed_reason else self.seed_reason
-        self.version = NONE
+        reason = seed_reason if self.version != NONE or not self.seed_reason else self.seed_reason
+        self.version = NONE  # first: an interrupt may cost the reason, not the seed
+        self.seed_reason = reason
 
     def put_back(self, snapshot: Snapshot | None) -> None:
         """Undo what a source's snapshot took over and did not settle; without a version if it cannot be what it was."""

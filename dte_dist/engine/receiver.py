@@ -2,7 +2,8 @@
 
 1. `begin` finds the live tensors of this sync. If somebody else wrote to them since the last commit, they have no version.
    `is_written` looks again, before the vote: what is staged was made for the bits that were there at `begin`.
-2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed).
+2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed). The first frame of a seed
+   finds the live tensors once more, and keeps their memory until the end: it may come long after `begin`.
    The first error is kept in `error` and the rest of the sync is only drained, so that the ranks stay in step.
 3. `apply`, after the vote, writes what is staged. A receiver that fails inside it is dirty: it has no version until it is seeded.
    `check_own` raises if anybody else wrote meanwhile, here and at the end of a seed.
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from dte_dist.change.fingerprint import Fingerprint, foreign_writes
 from dte_dist.change.flat import FlatTensors
@@ -56,9 +57,12 @@ class ReceiverState:
             }
             for width, space in self._spaces.items()
         }  # fmt: skip
+        self._tables: Mapping[int, Mapping[int, Sequence[Remap]]] = self.remaps
         self._staged = StagedPatch()
         self._history = History()
         self._targets: Mapping[int, Target] = {}
+        self._memory: list[UntypedStorage] = []
+        self._is_seeded = False
         self._local: LocalTensors | None = None
         self._begun: Fingerprint | None = None
         self._now: Fingerprint | None = None
@@ -71,17 +75,24 @@ class ReceiverState:
         """
         self._staged.clear()
         self._history.forget()
-        self.error = None
-        local = self._local = self._layout.read()
-        begun, held = Fingerprint.of(local.live), self.chain.fingerprint
+        self.error, self._is_seeded = None, False
+        self._tables = self.remaps if remaps is None else remaps
+        begun, held = self._find(), self.chain.fingerprint
         if self.chain.version != NONE and (held is None or not held.same(begun)):
             self.chain.distrust(WRITTEN)
-        self._begun, self._now = begun, None
-        tables = self.remaps if remaps is None else remaps
+
+    def _find(self) -> Fingerprint:
+        """Find the live tensors, to which nothing has been written yet; return their fingerprint."""
+        local = self._local = self._layout.read()
+        # Whoever gives a tensor other memory meanwhile must not free what is read and written here.
+        self._memory = [tensor.untyped_storage() for tensor in local.live.tensors]
+        begun = self._begun = Fingerprint.of(local.live)
+        self._now = None
         self._targets = {
-            width: Target(FlatTensors.part(local, space.pieces.entry, width, space.starts), tables[width])
+            width: Target(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._tables[width])
             for width, space in self._spaces.items()
         }
+        return begun
 
     def live(self) -> dict[int, FlatTensors]:
         """Return the live tensors by width, each in the order of this receiver's space."""
@@ -102,34 +113,35 @@ class ReceiverState:
 
     def _take(self, frame: Tensor, expected: FrameHead) -> None:
         segments = read_frame(frame, expected, self._history, packed=frame.is_cpu)  # elsewhere to check a stream is to read it
-        target = self._targets.get(expected.width)
-        if target is None:
+        if expected.width not in self._targets:
             return
         if expected.seed:
-            self._place(target, segments, expected)
+            self._place(segments, expected)
         else:
+            target = self._targets[expected.width]
             for segment in segments:
                 self._staged.add(target, expected.source, segment)
 
-    def _place(self, target: Target, segments: Sequence[Segment], expected: FrameHead) -> None:
+    def _place(self, segments: Sequence[Segment], expected: FrameHead) -> None:
         """Write a seed into place; it must be the whole chunk."""
         if any(segment.positions is not None for segment in segments) or sum(segment.length for segment in segments) != expected.length:
             raise FrameError("a seed is not the whole chunk", expected=f"{expected.length} elements", fix="sync again")
         self._begin_to_write()
+        if not self._is_seeded:  # others may have written since `begin`, or moved tensors: all of it is overwritten where it is now
+            self._find()
+            self._is_seeded = True
+        target = self._targets[expected.width]
         for segment in segments:
             target.place(expected.source, segment.first, segment.values)
         self._write_back()
 
     def is_written(self) -> bool:
-        """Return whether somebody wrote to the live copy, or replaced it, since `begin`; it has no version then."""
-        if self._local is None or self._begun is None:
-            return False
-        now = Fingerprint.of(self._local.live, moved=True)
-        if now.same(self._begun):
+        """Return whether somebody wrote to the live copy, or moved it, since `begin`; it has no version then, and waits for a seed."""
+        if self._local is None or self._begun is None or Fingerprint.of(self._local.live, moved=True).same(self._begun):
             return False
         self.chain.distrust(WRITTEN)
         self._staged.clear()
-        self._begun = now
+        self._history.forget()
         return True
 
     def apply(self) -> None:
@@ -196,4 +208,5 @@ class ReceiverState:
         self._history.forget()
         self._targets = {}
         self._local = self._begun = self._now = None
+        self._memory, self._is_seeded = [], False
         self.error = None
