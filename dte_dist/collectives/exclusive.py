@@ -4,7 +4,9 @@ A channel's groups carry one sync at a time, so a second call must not begin bef
 verified in between. The n-th call on one rank meets the n-th call on the others, whichever threads they come from: where calls differ in
 their arguments, it is for the caller to order them.
 
-Locks are taken in one order, so two calls that share two modules do not wait for each other.
+1. A call joins the queue of each module that it uses, in one order for all: two calls that share two modules do not wait for each other.
+2. It goes on when nobody is before it, and is over when it ends, well or not.
+3. A queue keeps nobody alive. An interrupt, at any line, that takes a call away before it could say that it is over blocks nobody.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 import torch
 
@@ -21,33 +23,28 @@ from dte_dist.layout import Layout
 
 __all__ = ["exclusive"]
 
+_LOOK: Final = 0.1
+"""Seconds after which it is looked at whether whoever is before lives at all."""
 
-class _Turn:
-    """The lock of one module, which knows the thread that has it.
+
+class _Call:
+    """Somebody who waits for a turn, or has it.
 
     Attributes:
-        owner: number of that thread; None while it is free.
+        thread: number of the thread.
+        over: whether the turn is given up.
+        ended: set soon after, for who waits.
     """
 
+    __slots__ = ("__weakref__", "ended", "over", "thread")
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.owner: int | None = None
-
-    def __enter__(self) -> None:
-        if self.owner == threading.get_ident():
-            raise ValueError(
-                "a call on this module is running in this thread: a detector, an option function or a signal handler cannot make another"
-            )
-        self._lock.acquire()
-        self.owner = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self.owner = None
-        self._lock.release()
+        self.thread, self.over, self.ended = threading.get_ident(), False, threading.Event()
 
 
-_turns: weakref.WeakKeyDictionary[Any, _Turn] = weakref.WeakKeyDictionary()
-_register = threading.Lock()
+Queue = list["weakref.ref[_Call]"]
+
+_queues: weakref.WeakKeyDictionary[Any, Queue] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -61,9 +58,36 @@ def exclusive(*modules: Any) -> Iterator[None]:
         >>> with exclusive(torch.nn.Linear(2, 2), None):
         ...     pass
     """
-    with _register:
-        turns = {_turns.setdefault(each, _Turn()) for each in modules if isinstance(each, torch.nn.Module | Layout)}
-    with ExitStack() as stack:
-        for turn in sorted(turns, key=id):
-            stack.enter_context(turn)
+    call = _Call()
+    queues = [_queues.setdefault(each, []) for each in modules if isinstance(each, torch.nn.Module | Layout)]
+    try:
+        for _, queue in sorted({id(queue): queue for queue in queues}.items()):
+            _wait(queue, call)
         yield
+    finally:
+        call.over = True
+        call.ended.set()
+
+
+def _wait(queue: Queue, mine: _Call) -> None:
+    """Join a queue and wait for the turn."""
+    if any(call is not None and not call.over and call.thread == mine.thread for call in [place() for place in queue]):
+        raise ValueError(
+            "a call on this module is running in this thread: a detector, an option function or a signal handler cannot make another"
+        )
+    queue.append(weakref.ref(mine))  # one operation, as is what `_before` does: threads need no lock
+    while (ended := _before(queue, mine)) is not None:
+        ended.wait(_LOOK)
+
+
+def _before(queue: Queue, mine: _Call) -> threading.Event | None:
+    """Return what is set when the call that has the turn ends; None if it is this one. Whoever is gone is taken out."""
+    while True:
+        place = queue[0]
+        call = place()
+        if call is mine:
+            return None
+        if call is not None and not call.over:
+            return call.ended
+        with suppress(ValueError):  # another thread may have taken it out
+            queue.remove(place)
