@@ -155,7 +155,8 @@ def test_two_modules_in_opposite_orders_do_not_wait_for_each_other(layer: nn.Mod
             with exclusive(*modules):
                 inside.stay()
 
-    assert ends(*[in_thread(lambda pair=pair: calls(*pair)) for pair in ((layer, other), (other, layer), (layer, other), (other, None, layer))])
+    orders = ((layer, other), (other, layer), (layer, other), (other, None, layer))
+    assert ends(*[in_thread(lambda modules=modules: calls(*modules)) for modules in orders])
     assert inside.most == 1 and len(inside.order) == 400
 
 

@@ -198,9 +198,9 @@ def test_memory_that_a_tensor_leaves_in_the_middle_of_a_seed_stays_until_its_end
     pair.receiver.take(frames[0], pair.head(pair.chunks[0], base=NONE, version=2, stream=STREAM))
     held = pair.copy["w2"].untyped_storage().data_ptr()
     pair.copy["w2"].data = torch.zeros(20)
-    assert held in {storage.data_ptr() for storage in pair.receiver._memory or ()}
+    assert held in {storage.data_ptr() for storage in pair.receiver._memory}
     pair.rollback()
-    assert pair.receiver._memory is None
+    assert not pair.receiver._memory
 
 
 # Nobody but the sync -----------------------------------------------------------------------------------------------------
