@@ -74,6 +74,8 @@ class SharedEnds:
         if self._rank not in self._plan.contributed:
             raise ValueError(f"rank {self._rank} is no sender of the plan, these are: {', '.join(map(str, self._plan.contributed))}")
         layout = _layout(given)
+        if layout is self._source:
+            layout.refuse_copies()
         tensors = layout.tensors()
         if layout is not self._source:
             self._outward, self._source = self._check_source(layout), layout

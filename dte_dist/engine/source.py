@@ -80,6 +80,8 @@ class SourceState:
         """
         self.rollback()
         with phases("detect"):
+            if self.snapshot is not None:
+                self._layout.refuse_copies()
             local = self._layout.read()
             live, device = self._live(local), local.device
             if self.snapshot is None:
@@ -98,6 +100,7 @@ class SourceState:
             with phases("encode"):
                 self._frames = self._outbox.close()
             self.codecs = self._outbox.codecs
+            self._layout.note_changes(self.changed)
 
     def _take_over(self, live: Mapping[int, LiveSpace], snapshot: Snapshot, phases: Phases) -> None:
         # From here on the snapshot is ahead of the receivers: only a full sync may follow.

@@ -18,7 +18,9 @@ from math import prod
 
 import numpy as np
 
-__all__ = ["Block", "Cut", "Run", "Runs", "chunk_bounds", "cut_block", "cut_runs"]
+__all__ = [
+    "Block", "Cut", "Run", "Runs", "chunk_bounds", "cut_block", "cut_runs", "range_blocks", "row_major",
+]  # fmt: skip
 
 Run = tuple[int, int]
 """Consecutive indices along one dimension: (start, length)."""
@@ -70,6 +72,17 @@ class Block:
             (((2, 3),), ((0, 4),))
         """
         return cls(tuple(((start, length),) if length else () for start, length in zip(offsets, shape, strict=True)))
+
+    def part(self, local: Block) -> Block:
+        """Return the part of this block that is `local` of it, its own elements being a tensor of `shape`.
+
+        Example:
+            >>> Block((((0, 2), (4, 2)),)).part(Block.rectangle((1,), (2,))).runs
+            (((1, 1), (4, 1)),)
+        """
+        dims = zip(self.runs, local.runs, strict=True)
+        parts = ([run for some in inner for run in _slice(outer, *some)] for outer, inner in dims)
+        return Block(tuple(map(_merged, parts)))
 
     def fits(self, full_shape: Sequence[int]) -> bool:
         """Tell whether this is a block of a tensor of `full_shape`."""
@@ -161,6 +174,50 @@ def cut_block(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Seque
             raise ValueError(f"{cut} names a dimension that a tensor {tuple(shape)} on a mesh {tuple(mesh_shape)} does not have")
         runs[cut.dim] = cut_runs(runs[cut.dim], mesh_shape[cut.mesh_dim], coordinate[cut.mesh_dim], cut.split_factor)
     return Block(tuple(runs))
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a row-major tensor: how many elements one index of each dimension is.
+
+    Example:
+        >>> row_major((2, 3, 4))
+        [12, 4, 1]
+    """
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def range_blocks(shape: Sequence[int], begin: int, end: int) -> tuple[Block, ...]:
+    """Return the rectangles that flat positions [begin, end) of a row-major tensor are, in ascending order.
+
+    They are at most 2n - 1 for n dimensions: from `begin` on, rows fill up until a whole slice begins, then
+    whole slices follow, then the rows that are left. Each rectangle is contiguous in the full tensor.
+
+    Args:
+        shape: of the full tensor.
+        begin, end: positions within it; none are held where `end` is not above `begin`.
+
+    Raises:
+        ValueError: the range leaves the tensor.
+
+    Example:
+        >>> [block.runs for block in range_blocks((3, 4), 2, 9)]
+        [(((0, 1),), ((2, 2),)), (((1, 1),), ((0, 4),)), (((2, 1),), ((0, 1),))]
+    """
+    if begin >= end:
+        return ()
+    if begin < 0 or end > prod(shape):
+        raise ValueError(f"a tensor of shape {tuple(shape)} has no positions {begin} to {end}")
+    steps = row_major(shape)
+    blocks = []
+    while begin < end:
+        at = [begin // step % size for step, size in zip(steps, shape, strict=True)]
+        fits = (dim for dim, step in enumerate(steps) if begin % step == 0 and begin + step <= end)
+        dim = next(fits, len(shape))
+        rows = min((end - begin) // steps[dim], shape[dim] - at[dim]) if dim < len(shape) else 1
+        sizes = [1] * dim + [rows] + list(shape[dim + 1 :])
+        blocks.append(Block.rectangle(at, sizes[: len(shape)]))
+        begin += blocks[-1].numel
+    return tuple(blocks)
 
 
 def _chunk(size: int, parts: int, index: int) -> Run:

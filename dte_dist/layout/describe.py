@@ -8,10 +8,11 @@ placement that does not describe its tensor is refused instead of sending the wr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,8 +22,9 @@ from torch.nn.parameter import is_lazy
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.blocks import Block, cut_block
 from dte_dist.layout.dtypes import dtype_name
+from dte_dist.layout.flattened import FlatView
 from dte_dist.layout.placement import WHOLE, Entry, MeshSpec, Placement
-from dte_dist.layout.sharding import ShardSpec, cuts_of
+from dte_dist.layout.sharding import ShardSpec, cuts_of, order_of
 from dte_dist.layout.spots import Region
 
 __all__ = ["Describer", "settled"]
@@ -60,7 +62,7 @@ class Describer:
 
         Args:
             name: name of the slot.
-            tensor: a plain tensor or a DTensor.
+            tensor: a plain tensor, a DTensor or a `FlatView`.
             given: where a plain tensor lies; None for what the tensor itself says.
 
         Raises:
@@ -80,18 +82,21 @@ class Describer:
 
     def _located(self, name: str, tensor: Any, given: ShardSpec | Region | None) -> tuple[tuple[int, ...], _Place, Tensor]:
         """Return the full shape, the place and the local tensor."""
+        if isinstance(tensor, FlatView):
+            tensor = tensor.now()
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
         if is_lazy(tensor):
             raise LayoutMismatch("the parameter has no shape yet", slot=name, fix="run one forward of the lazy module first")
         if isinstance(given, Region):
-            return given.full_shape, _Place(Placement(block=given.block), given.block.shape), settled(tensor)
+            number = None if given.mesh is None else self.number_of(given.mesh)
+            place = _Place(Placement(number, block=given.block), given.block.shape)
+            return given.full_shape, place, settled(tensor)
         if isinstance(given, ShardSpec):
             return given.full_shape, self._place(name, given.full_shape, given.mesh, given.placements), settled(tensor)
         if isinstance(tensor, DTensor):
             spec, shape = tensor._spec, tuple(tensor.shape)
-            # Both fields are new in recent versions of torch; without them, placements mean what they mean by default.
-            order, decode = getattr(spec, "shard_order", None), getattr(spec, "use_strided_shard_as_shard_order", True)
+            order, decode = order_of(spec)
             return shape, self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode), settled(tensor._local_tensor)
         shape = tuple(tensor.shape)
         return shape, self._place(name, shape, None, ()), settled(tensor)
@@ -114,23 +119,29 @@ class Describer:
 
     def _cut(self, name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any], *rules: Any) -> _Place:
         """Decode a placement on a mesh; `rules` are order and decode of `cuts_of`."""
-        number = self._number(mesh)
+        number = self.number_of(mesh)
         spec, coordinate = self.meshes[number], self.coordinates[number]
         order, decode = rules
         cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order, decode=decode)
         local_shape = (0,) if coordinate is None else cut_block(shape, spec.shape, coordinate, cuts).shape
         return _Place(Placement(number, cuts), local_shape)
 
-    def _number(self, mesh: DeviceMesh) -> int:
-        """Return the number of a mesh; equal meshes share one."""
+    def number_of(self, mesh: DeviceMesh | MeshSpec) -> int:
+        """Return the number of a mesh; equal meshes share one. A `MeshSpec` has one dimension."""
+        if isinstance(mesh, MeshSpec):
+            rank = dist.get_rank()
+            return self._add(mesh, (mesh.ranks.index(rank),) if rank in mesh.ranks else None)
         if id(mesh) not in self._numbers:
             spec = MeshSpec(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-            if spec not in self.meshes:
-                coordinate = mesh.get_coordinate()
-                self.meshes.append(spec)
-                self.coordinates.append(None if coordinate is None else tuple(coordinate))
-            self._numbers[id(mesh)] = self.meshes.index(spec), mesh
+            coordinate = mesh.get_coordinate()
+            self._numbers[id(mesh)] = self._add(spec, None if coordinate is None else tuple(coordinate)), mesh
         return self._numbers[id(mesh)][0]
+
+    def _add(self, spec: MeshSpec, coordinate: tuple[int, ...] | None) -> int:
+        if spec not in self.meshes:
+            self.meshes.append(spec)
+            self.coordinates.append(coordinate)
+        return self.meshes.index(spec)
 
 
 def _refuse_unusable(name: str, local: Tensor) -> None:
@@ -154,5 +165,5 @@ def _refuse_unusable(name: str, local: Tensor) -> None:
 def _as_pairs(name: str, shape: tuple[int, ...], placement: Placement) -> Entry:
     """Describe a complex128 tensor as what `view_as_real` makes of it."""
     if placement.block is not None:
-        placement = Placement(block=Block((*placement.block.runs, ((0, 2),))))
+        placement = replace(placement, block=Block((*placement.block.runs, ((0, 2),))))
     return Entry(name, (*shape, 2), "float64", placement)

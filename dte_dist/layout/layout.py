@@ -7,7 +7,7 @@ again and must still be what the manifest, which all ranks rely on, says it is.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import is_, is_not
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
+from dte_dist.layout.copies import Counted, Watch
 from dte_dist.layout.describe import Describer, settled
 from dte_dist.layout.devices import home_of
+from dte_dist.layout.flattened import FlatUnit, FlatView
 from dte_dist.layout.local import LocalTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree, is_trained
@@ -60,10 +62,18 @@ class Layout:
         self._homes = [(spot.holder, spot.key) for spot in self._spots]
         self._names = [spot.name for spot in self._spots]
         self._describer = Describer()
+        self._units: Sequence[FlatUnit] = source.units if isinstance(source, _Follower) else ()
+        for unit in self._units:
+            for mesh in unit.meshes:  # whose ranks train together, also where no entry says so
+                self._describer.number_of(mesh)
         self._objects = self._resolve()
+        self._beside = _beside(self._objects) if self._units else {}
         entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
         local = _locals(self._objects)
-        self._before = LocalTensors.of(local).forget()
+        read = LocalTensors.of(local)
+        self._before = read.forget()
+        clones = [index for index, spot in enumerate(self._spots) if spot.is_clone]
+        self._watch = Watch(read, clones) if self._follow is None else None
         self._device: torch.device | None = None
         self._away: Sequence[int] = ()
         self._device_types = [tensor.device.type for tensor in local]
@@ -75,10 +85,11 @@ class Layout:
     def from_module(cls, module: nn.Module, *, select: Select = None, rename: Rename = None) -> Layout:
         """Describe the parameters and persistent buffers of a module, tied ones under each of their names.
 
-        The module is not kept alive. FSDP2 modules in it are resharded, here and at every reading.
+        The module is not kept alive. FSDP2 and FSDP1 modules in it are resharded, here and at every reading.
 
         Args:
-            module: any module, wrapped or not; its tensors may be plain or DTensors.
+            module: any module, wrapped or not; its tensors may be plain or DTensors. What the older
+                FullyShardedDataParallel (FSDP1) flattened is the regions of it that this rank holds.
             select: predicate on canonical names, or one or several fnmatch patterns; None for all.
             rename: from canonical names to the names that all ranks agree on.
 
@@ -188,7 +199,7 @@ class Layout:
         for index in self._pairs:
             local[index] = torch.view_as_real(local[index].detach())
         dtypes = [tensor.dtype for tensor in local] if self._pairs else read.dtypes
-        read = replace(read, tensors=local, dtypes=dtypes, device=self._device)
+        read = replace(read, tensors=local, dtypes=dtypes, device=self._device, twins=self._twins())
         return read.at_home(self._away) if self._away else read
 
     def buffers(self) -> list[bool]:
@@ -201,6 +212,40 @@ class Layout:
         if module is not None:
             return is_trained(module)
         return any(found.is_leaf and found.grad is not None for found in self._objects)
+
+    def _twins(self) -> list[tuple[int, Tensor]]:
+        """Return the other tensors that FSDP1 keeps over the memory of entries, with the index of one."""
+        found = (((unit, member), twin) for unit in self._units for member, twin in unit.twins())
+        return [(self._beside[key], twin) for key, twin in found if key in self._beside]
+
+    def refuse_copies(self) -> None:
+        """Refuse tensors that no training step reaches; for a source to ask before each sync but the first.
+
+        Such are clones that torch made for a state dict, and tensors that nobody holds but this layout, if
+        nobody has written to them. The tensors of a module are not asked about.
+
+        Raises:
+            LayoutMismatch: names the first.
+
+        Example:
+            >>> weights = {"w": torch.zeros(2)}
+            >>> Layout.from_tensors(weights).refuse_copies()  # whoever holds `weights` may write to it
+        """
+        if self._watch is not None:
+            self._watch.refuse(self._names(), self._objects, self._counted())
+
+    def note_changes(self, count: int) -> None:
+        """Note how many changes a source found; warn once if there are none for long, and nobody writes."""
+        if self._watch is not None and self._watch.is_suspicious(count):
+            self._watch.warn(self._names(), self._counted())
+
+    def _names(self) -> list[str]:
+        return [spot.name for spot in self._spots]
+
+    def _counted(self) -> Counted:
+        """Return elements and version counters of the local tensors, which nothing holds when it is done."""
+        read = LocalTensors.of(self._objects, _locals)
+        return read.numels, read.versions()
 
     def _follow_module(self, follow: _Follower) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""
@@ -221,7 +266,7 @@ class Layout:
     def _check(self, index: int, found: Any) -> None:
         """Describe a tensor again and compare it with its entry."""
         spot, expected = self._spots[index], self.manifest.entries[index]
-        if not isinstance(found, Tensor):
+        if not isinstance(found, Tensor | FlatView):
             raise LayoutMismatch("the module no longer has this tensor", slot=spot.name, got=found, fix=_REOPEN)
         entry = self._describer.entry(spot.name, found, spot.given)
         _refuse_difference(expected, entry)
@@ -246,9 +291,18 @@ class _Follower:
         self._rule = rule
 
     def __iter__(self) -> Iterator[Spot]:
-        spots = [Spot(slot, holder, key) for name, holder, key in self._tree.tensors() if (slot := self._rule(name)) is not None]
-        refuse_duplicates(spot.name for spot in spots)
-        return iter(spots)
+        ruled = ((self._rule(found.name), found) for found in self._tree.tensors())
+        named = [(slot, found) for slot, found in ruled if slot is not None]
+        refuse_duplicates(slot for slot, _ in named)
+        for slot, found in named:
+            for key in found.keys:
+                view = found.holder[key]
+                yield Spot(slot, found.holder, key, view.region if isinstance(view, FlatView) else None)
+
+    @property
+    def units(self) -> Sequence[FlatUnit]:
+        """The units of FSDP1 in the module."""
+        return self._tree.units
 
     def changed(self) -> bool:
         """Reshard the module as it was, unless its structure changed."""
@@ -280,26 +334,57 @@ class _Follower:
 
 def _locals(objects: Sequence[Any]) -> list[Tensor]:
     if not set(map(type, objects)) <= _PLAIN:
-        objects = [found._local_tensor if isinstance(found, DTensor) else found for found in objects]
+        flats: dict[FlatUnit, Tensor] = {}
+        objects = [_local(found, flats) for found in objects]
     return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(settled, objects))
+
+
+def _local(found: Any, flats: dict[FlatUnit, Tensor]) -> Any:
+    """Return the local tensor of an object; `flats` keeps the ranges of units that were asked before."""
+    if isinstance(found, FlatView):
+        if found.unit not in flats:
+            flats[found.unit] = found.unit.flat()
+        return found.of(flats[found.unit])
+    return found._local_tensor if isinstance(found, DTensor) else found
+
+
+def _beside(objects: Sequence[Any]) -> dict[tuple[FlatUnit, int], int]:
+    """Return the index of an entry of every flattened parameter, and by -1 of every unit, if there is one."""
+    beside: dict[tuple[FlatUnit, int], int] = {}
+    for index, found in enumerate(objects):
+        if isinstance(found, FlatView):
+            beside.setdefault((found.unit, found.member), index)
+            beside.setdefault((found.unit, -1), index)
+    return beside
 
 
 def _differing(differences: Iterable[bool]) -> list[int]:
     return [index for index, differs in enumerate(differences) if differs]
 
 
-def _ties(entries: Sequence[Entry], objects: Sequence[Any], local: Sequence[Tensor]) -> list[set[str]]:
-    """Return the groups of names whose tensors are the same memory seen the same way."""
+def _ties(entries: Sequence[Entry], objects: Sequence[Any], local: Sequence[Tensor]) -> list[tuple[str, ...]]:
+    """Return the groups of names whose tensors are the same memory seen the same way, in all regions.
+
+    Raises:
+        LayoutMismatch: two names share some regions and not others; names one.
+    """
     by_address: dict[int, list[int]] = defaultdict(list)
     for index, tensor in enumerate(local):
         by_address[tensor.data_ptr()].append(index)
-    groups: dict[Any, set[str]] = defaultdict(set)
+    shared: dict[Any, set[str]] = defaultdict(set)
     for alike in by_address.values():
         for index in alike if len(alike) > 1 else ():
             entry = entries[index]
             key = _memory(objects[index], local[index]), entry.shape, entry.dtype, entry.placement
-            groups[key].add(entry.name)
-    return [names for names in groups.values() if len(names) > 1]
+            shared[key].add(entry.name)
+    groups = Counter(tuple(sorted(names)) for names in shared.values() if len(names) > 1)
+    regions = Counter(entry.name for entry in entries) if groups else {}
+    for names, count in groups.items():
+        for name in names:
+            if regions[name] != count:
+                what = f"{' and '.join(names)} share the memory of some regions and not of others"
+                raise LayoutMismatch(what, slot=name, fix="let them share all of their memory, or none of it")
+    return list(groups)
 
 
 def _memory(found: Any, tensor: Tensor) -> tuple[Any, ...]:

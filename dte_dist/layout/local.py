@@ -37,6 +37,8 @@ class LocalTensors:
         dtypes: of each.
         device: that all are on; `of` does not ask, see `layout.devices`.
         stand_ins: those among the tensors that stand for one on another device; None if none does.
+        twins: further tensors over the same memory that count writes on their own, each with the index of
+            the tensor that it stands beside; at most two beside one.
 
     Example:
         >>> local = LocalTensors.of([torch.zeros(2, 3), torch.zeros(2, 3).t()])
@@ -51,6 +53,7 @@ class LocalTensors:
     dtypes: Sequence[torch.dtype]
     device: torch.device = _CPU
     stand_ins: StandIns | None = None
+    twins: Sequence[tuple[int, Tensor]] = ()
     _live: LocalTensors | None = None
 
     @classmethod
@@ -107,7 +110,7 @@ class LocalTensors:
 
     def forget(self) -> LocalTensors:
         """Return the columns alone: what is kept between syncs must not keep memory alive."""
-        return replace(self, tensors=())
+        return replace(self, tensors=(), twins=())
 
     def changed_since(self, before: LocalTensors) -> np.ndarray:
         """Return the indices of tensors that are not where, or not as, they were before; both have the same number."""
@@ -117,9 +120,17 @@ class LocalTensors:
         return np.flatnonzero(~same)
 
     def versions(self) -> np.ndarray:
-        """Return int64[tensors]: the version counter of each; -1 for an inference tensor, which has none."""
+        """Return int64[tensors]: the version counter of each, -1 for an inference tensor, which has none.
+
+        Writes to twins are in the higher bits, so that no write to one of them makes up for another.
+        """
         try:
             found = [tensor._version for tensor in self.tensors]
         except RuntimeError:
             found = [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+        beside: dict[int, int] = {}
+        for index, twin in self.twins:
+            if found[index] >= 0 and not twin.is_inference():
+                beside[index] = beside.get(index, 0) + 1
+                found[index] += (twin._version & 0xFFFFF) << 20 * beside[index]
         return np.array(found, np.int64)

@@ -116,22 +116,22 @@ def _read_geometry(item: list[Any], meshes: Meshes) -> tuple[tuple[int, ...], st
         raise ValueError(f"{dtype!r} is no element type")
     if len(shape) > _MAX_DIMENSIONS or prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > _MAX_BYTES:
         raise ValueError(f"there is no tensor of {len(shape)} dimensions of sizes {shape[:16]}")
+    if mesh is not None and (type(mesh) is not int or not 0 <= mesh < len(meshes)):
+        raise ValueError(f"there is no mesh {mesh!r}")
     if runs is not None:
         return shape, dtype, _explicit(shape, mesh, cuts, runs)
     if mesh is None:
         if cuts:
             raise ValueError("a tensor on no mesh is cut")
         return shape, dtype, WHOLE
-    if type(mesh) is not int or not 0 <= mesh < len(meshes):
-        raise ValueError(f"there is no mesh {mesh!r}")
     return shape, dtype, Placement(mesh, _cuts(cuts, len(shape), len(meshes[mesh].shape)))
 
 
-def _explicit(shape: tuple[int, ...], mesh: Any, cuts: list[Any], runs: Any) -> Placement:
+def _explicit(shape: tuple[int, ...], mesh: int | None, cuts: list[Any], runs: Any) -> Placement:
     block = Block(tuple(tuple(_run(run) for run in _list(line)) for line in _list(runs)))
-    if mesh is not None or cuts or not block.fits(shape):
+    if cuts or not block.fits(shape):
         raise ValueError(f"{block} is no block of a tensor of shape {shape}")
-    return Placement(block=block)
+    return Placement(mesh, block=block)
 
 
 def _run(item: Any) -> tuple[int, int]:

@@ -5,25 +5,44 @@ alive, and one list comprehension over them reads 20,000 parameters in about a m
 only held weakly, because the hooks of FSDP2 lead from a submodule back to the root.
 
 `fully_shard` swaps what is registered there: only after `reshard` is it the sharded parameter that training updates.
-What else is registered in between is a copy, and writing to it would be lost.
+What else is registered in between is a copy, and writing to it would be lost. What the older
+FullyShardedDataParallel (FSDP1) registers is not looked at: its units say what they hold
+(`layout.flattened`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dte_dist.errors import LayoutMismatch
+from dte_dist.layout import fsdp1
+from dte_dist.layout.flattened import FlatUnit, FlatView
 from dte_dist.layout.names import WRAPPERS
 
-__all__ = ["ModuleTree", "is_trained"]
+__all__ = ["Found", "ModuleTree", "is_trained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor of a module, by its canonical name.
+
+    Attributes:
+        holder: where it is found, up to date.
+        keys: of the tensor in the holder, or of each `FlatView` that it consists of here.
+    """
+
+    name: str
+    holder: Any
+    keys: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +62,60 @@ class ModuleTree:
     """Remember the structure of a module without keeping the module alive.
 
     Args:
-        module: any module; FSDP2 modules in it are resharded.
+        module: any module; FSDP2 and FSDP1 modules in it are resharded.
+
+    Attributes:
+        module: the module, weakly.
+        units: of FSDP1 in it.
 
     Raises:
         ValueError: it is no module.
-        LayoutMismatch: it is wrapped by the older FullyShardedDataParallel, or cannot be resharded now.
+        LayoutMismatch: it cannot be resharded now, or has a parameter that FSDP1 keeps elsewhere.
     """
 
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise ValueError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-        found = list(_walk(module, ""))
-        _refuse_flat_parameters(found)
+        modules = {id(child): child for _, child in _walk(module, "")}.values()
         self.module = weakref.ref(module)
-        modules = {id(child): child for _, child in found}.values()
+        self._wrappers = [weakref.ref(child) for child in modules if fsdp1.is_wrapper(child)]
         self._sharded = [weakref.ref(child) for child in modules if isinstance(child, FSDPModule)]
+        self.units = [FlatUnit.of(child, self._prefix_of) for child in modules if fsdp1.is_unit(child)]
+        self._views: dict[int, dict[str, list[FlatView]]] = defaultdict(dict)
+        for unit in self.units:
+            for owner, views in unit.views.items():
+                self._views[owner] |= views
         self._branches = [_Branch(weakref.ref(child), tuple(child._modules), _owners(child)) for child in modules if child._modules]
         self._dicts: list[dict[str, Any]] = [child._modules for child in modules if not child._modules]
         self._dicts += [tensors for child in modules for tensors in (child._parameters, child._buffers)]
         self._keys = _keys(self._dicts)
         self.reshard()
 
-    def tensors(self) -> list[tuple[str, dict[str, Any], str]]:
-        """Return (canonical name, dict, key) of every parameter and persistent buffer; tied ones under each of their names."""
+    def tensors(self) -> list[Found]:
+        """Return every parameter and persistent buffer; tied ones under each of their names."""
         module = self.module()
-        return [] if module is None else [tensor for prefix, owner in _walk(module, "") for tensor in _tensors_of(owner, prefix)]
+        walked = _walk(module, "") if module is not None else ()
+        return [found for prefix, owner in walked for found in self._tensors_of(owner, prefix)]
+
+    def _tensors_of(self, owner: nn.Module, prefix: str) -> Iterator[Found]:
+        flattened = self._views.get(id(owner), {})
+        for key, parameter in owner._parameters.items():
+            if parameter is not None and key not in flattened:
+                _refuse_flattened(prefix + key, parameter)
+                yield Found(prefix + key, owner._parameters, [key])
+        for key, views in flattened.items():
+            if views:
+                yield Found(prefix + key, views, range(len(views)))
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and key not in owner._non_persistent_buffers_set:
+                yield Found(prefix + key, owner._buffers, [key])
 
     def changed(self) -> bool:
         """Tell whether modules, parameters or buffers were added, removed or replaced by other modules."""
         return _keys(self._dicts) != self._keys or not all(branch.is_intact() for branch in self._branches)
 
     def reshard(self) -> None:
-        """Register the sharded parameters of all FSDP2 modules; purely local.
+        """Register the sharded parameters of all FSDP2 and FSDP1 modules; purely local.
 
         Raises:
             LayoutMismatch: one stays unsharded because its forward is running; names a parameter.
@@ -87,14 +128,39 @@ class ModuleTree:
             for group in _parameter_groups(module):
                 if not group.is_sharded:
                     self._refuse_unsharded(group.fsdp_params[0]._module_info)
+        for wrapper in filter(None, (reference() for reference in self._wrappers)):
+            if fsdp1.is_in_use(wrapper):
+                what = "FullyShardedDataParallel is in a pass or summoned, so what is registered is a copy"
+                fix = "call this after forward, backward and summon_full_params, not inside of them"
+                raise LayoutMismatch(what, slot=self._first_in(wrapper), fix=fix)
+        for unit in self.units:
+            flat = unit.unit()
+            if flat is None:
+                continue
+            if fsdp1.has_moved(flat):
+                what = "FullyShardedDataParallel was moved or cast after a forward: the next one undoes that"
+                fix = "move or cast the module before its first forward"
+                raise LayoutMismatch(what, slot=self._first_in(flat), fix=fix)
+            fsdp1.reshard(flat)
 
     def _refuse_unsharded(self, info: Any) -> None:
-        root = self.module()
-        prefixes = [prefix for prefix, module in _walk(root, "") if module is info.module] if root is not None else []
         raise LayoutMismatch(
             "the parameter stays unsharded after reshard(), so what is registered is a copy",
-            slot=(prefixes or [""])[0] + info.param_name, fix="call this after forward and backward, not inside of them",
-        )  # fmt: skip
+            slot=self._prefix_of(id(info.module)) + info.param_name,
+            fix="call this after forward and backward, not inside of them",
+        )
+
+    def _first_in(self, module: nn.Module) -> str:
+        """Return the name of a flattened parameter in a module of the tree, for messages."""
+        prefix = self._prefix_of(id(module))
+        flat = [found.name for found in self.tensors() if isinstance(found.holder[found.keys[0]], FlatView)]
+        return next((name for name in flat if name.startswith(prefix)), prefix)
+
+    def _prefix_of(self, owner: int) -> str:
+        """Return the prefix of canonical names in a module of the tree, by its id."""
+        root = self.module()
+        found = _walk(root, "") if root is not None else ()
+        return next((prefix for prefix, module in found if id(module) == owner), "")
 
 
 def is_trained(module: nn.Module) -> bool:
@@ -106,8 +172,7 @@ def is_trained(module: nn.Module) -> bool:
     """
     if any(parameter.is_leaf and parameter.grad is not None for parameter in module.parameters()):
         return True
-    kinds = FSDPModule | FullyShardedDataParallel
-    sharded = (child for child in module.modules() if isinstance(child, kinds))
+    sharded = (child for child in module.modules() if isinstance(child, FSDPModule) or fsdp1.is_wrapper(child))
     return any(parameter.requires_grad for child in sharded for parameter in child.parameters())
 
 
@@ -129,15 +194,6 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _walk(child, prefix if key in WRAPPERS or key == wrapped else f"{prefix}{key}.")
 
 
-def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + key, module._parameters, key
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            yield prefix + key, module._buffers, key
-
-
 def _parameter_groups(module: Any) -> list[Any]:
     """Return the parameter groups of an FSDP2 module: several since torch 2.12, at most one before."""
     state = module._get_fsdp_state()
@@ -146,11 +202,9 @@ def _parameter_groups(module: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _refuse_flat_parameters(found: list[tuple[str, nn.Module]]) -> None:
-    for prefix, module in found:
-        if isinstance(module, FullyShardedDataParallel):
-            raise LayoutMismatch(
-                "FullyShardedDataParallel flattens parameters, which leaves no shape to tell what a rank holds",
-                slot=prefix.removesuffix(".") or type(module).__name__,
-                fix="shard the module with fully_shard, or give its SHARDED_STATE_DICT to Layout.from_tensors",
-            )
+def _refuse_flattened(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter that FSDP1 flattened, but not in a unit of this module."""
+    if fsdp1.is_flattened(parameter):
+        what = "FullyShardedDataParallel flattened the parameter: what is registered is a part without shape"
+        fix = "pass the FullyShardedDataParallel module, not what it wraps; tie parameters within a unit only"
+        raise LayoutMismatch(what, slot=name, fix=fix)

@@ -32,7 +32,8 @@ class Placement:
     """Say how a tensor lies on ranks: cut along a mesh, whole, or a block that the user stated.
 
     Args:
-        mesh: index of the mesh in the manifest; None for a tensor that is on no mesh.
+        mesh: index of the mesh in the manifest; None for a tensor that is on no mesh. With a block, the mesh
+            whose ranks all hold that block, as replicas.
         cuts: how the mesh divides the tensor, in order of application; none if it is replicated.
         block: the block that this rank holds, where it follows from no mesh.
 
@@ -47,7 +48,7 @@ class Placement:
 
     @property
     def is_explicit(self) -> bool:
-        """True if the user stated the block."""
+        """True if the block is stated, by the user or by a flattened parameter."""
         return self.block is not None
 
 

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout.blocks import Cut
+from dte_dist.layout.blocks import Block, Cut, cut_block
 
-__all__ = ["ShardSpec", "cuts_of"]
+__all__ = ["ShardSpec", "cuts_of", "local_block", "order_of"]
 
 _REDISTRIBUTE = "turn it into Shard or Replicate placements first with redistribute(...)"
 
@@ -97,6 +97,30 @@ def cuts_of(
         else:
             cuts += sorted(mine, key=lambda cut: orders[cut.dim].index(cut.mesh_dim)) if dim in orders else mine
     return tuple(cuts)
+
+
+def order_of(spec: Any) -> tuple[Any, bool]:
+    """Return `shard_order` and `decode` of a DTensorSpec, for `cuts_of`.
+
+    Both fields are new in recent versions of torch; without them, placements mean what they mean by default.
+    """
+    return getattr(spec, "shard_order", None), getattr(spec, "use_strided_shard_as_shard_order", True)
+
+
+def local_block(slot: str, spec: Any) -> Block:
+    """Return the block that this rank holds of a DTensor, by its DTensorSpec.
+
+    Raises:
+        LayoutMismatch: as `cuts_of`, or this rank is not in the mesh; names the slot.
+    """
+    shape, coordinate = tuple(spec.shape), spec.mesh.get_coordinate()
+    if coordinate is None:
+        what = "this rank is not in the mesh of a tensor that it holds"
+        fix = "shard the module on a mesh that this rank is in"
+        raise LayoutMismatch(what, slot=slot, got=spec.mesh, fix=fix)
+    order, decode = order_of(spec)
+    cuts = cuts_of(slot, shape, spec.mesh.shape, spec.placements, shard_order=order, decode=decode)
+    return cut_block(shape, spec.mesh.shape, coordinate, cuts)
 
 
 def _cut(slot: str, dimensions: int, mesh_dim: int, placement: Any) -> Cut | None:

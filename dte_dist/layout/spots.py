@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.errors import LayoutMismatch
+from dte_dist.layout import fsdp1
 from dte_dist.layout.blocks import Block, Runs
+from dte_dist.layout.copies import is_clone
 from dte_dist.layout.names import NameRule, canonical_name, refuse_duplicates
+from dte_dist.layout.placement import MeshSpec
 from dte_dist.layout.sharding import ShardSpec
 
 __all__ = ["Region", "Spot", "spots_of_shards", "spots_of_tensors", "spots_of_views"]
@@ -26,10 +30,17 @@ __all__ = ["Region", "Spot", "spots_of_shards", "spots_of_tensors", "spots_of_vi
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """State that a local tensor is `block` of a tensor of `full_shape`."""
+    """State that a local tensor is `block` of a tensor of `full_shape`.
+
+    Args:
+        full_shape: of the tensor.
+        block: what this rank holds.
+        mesh: ranks that hold the same block as replicas of each other, this one among them.
+    """
 
     full_shape: tuple[int, ...]
     block: Block
+    mesh: MeshSpec | DeviceMesh | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +52,14 @@ class Spot:
         holder: a mapping that a module or a user keeps up to date.
         key: the tensor's key in it.
         given: where the tensor lies, if the tensor itself does not say.
+        is_clone: torch is known to have cloned the tensor for a state dict.
     """
 
     name: str
     holder: Any
     key: Any
     given: ShardSpec | Region | None = None
+    is_clone: bool = False
 
     @property
     def order(self) -> tuple[str, tuple[Runs, ...]]:
@@ -119,16 +132,25 @@ def _shown(item: Any) -> str:
 def _spots_of(name: str, tensor: Tensor) -> Iterator[Spot]:
     """Yield one spot, or for a ShardedTensor one for each of its local shards."""
     if not isinstance(tensor, ShardedTensor):
-        yield Spot(name, {0: tensor}, 0)
+        _refuse_flattened(name, tensor)
+        yield Spot(name, {0: tensor}, 0, is_clone=is_clone(tensor))
         return
     metadata, shards = tensor.metadata(), tensor.local_shards()
     full_shape = tuple(metadata.size)
     for shard in shards:
         block = Block.rectangle(shard.metadata.shard_offsets, shard.metadata.shard_sizes)
-        yield Spot(name, {0: shard.tensor}, 0, Region(full_shape, block))
+        cloned = is_clone(shard.tensor, is_shard=True)
+        yield Spot(name, {0: shard.tensor}, 0, Region(full_shape, block), cloned)
     if not shards:  # the slot must still be known here, as it is on the ranks that hold some of it
         nothing = torch.empty((0,) * len(full_shape), dtype=metadata.tensor_properties.dtype, device=tensor._get_preferred_device())
         yield Spot(name, {0: nothing}, 0, Region(full_shape, Block(((),) * len(full_shape))))
+
+
+def _refuse_flattened(name: str, tensor: Tensor) -> None:
+    if fsdp1.is_flattened(tensor):
+        what = "FullyShardedDataParallel flattened the parameter: what is given is a part without its shape"
+        fix = "pass the module itself, to the call or to Layout.from_module"
+        raise LayoutMismatch(what, slot=name, fix=fix)
 
 
 def _spot_of_view(name: str, view: Tensor, full_shape: tuple[int, ...], offsets: tuple[int, ...]) -> Spot:

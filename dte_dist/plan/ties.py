@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
-from dte_dist.layout import Manifest
+from dte_dist.layout import Manifest, Placement
 
 __all__ = ["Ties", "tied_entries"]
 
@@ -41,13 +41,22 @@ class Ties:
 def tied_entries(manifest: Manifest) -> list[int]:
     """Return for each entry of a manifest the first entry that surely has the same tensor: often itself.
 
-    Of a name with several regions the manifest does not say which of them are tied, so these stay apart.
+    Names that are tied share all of their memory (`Layout` refuses others), so names with several regions are
+    tied region by region.
     """
-    place = {entry.name: index for index, entry in enumerate(manifest.entries)}
-    regions = Counter(entry.name for entry in manifest.entries)
+    regions: dict[str, list[int]] = defaultdict(list)
+    for index, entry in enumerate(manifest.entries):
+        regions[entry.name].append(index)
     same = list(range(len(manifest.entries)))
     for group in manifest.ties:
-        single = sorted(place[name] for name in group if regions[name] == 1)
-        for index in single:
-            same[index] = single[0]
+        first, *others = (regions[name] for name in group)
+        for other in others:
+            if [_region(manifest, index) for index in other] == [_region(manifest, index) for index in first]:
+                for one, index in zip(first, other, strict=True):
+                    same[index] = same[one]
     return same
+
+
+def _region(manifest: Manifest, index: int) -> tuple[tuple[int, ...], str, Placement]:
+    entry = manifest.entries[index]
+    return entry.shape, entry.dtype, entry.placement

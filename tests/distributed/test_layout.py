@@ -362,22 +362,21 @@ def test_placements_without_a_layout_are_refused_by_name(ranks):
 
 
 def flattened(rank, world):
-    """The older FSDP: refused as a module, accepted as a sharded state dict of either kind."""
+    """The older FSDP: as a module, and as a sharded state dict of either kind."""
     outcomes = {}
     for kind, mesh in (("ShardedTensor", None), ("DTensor", init_device_mesh("cpu", (8,)))):
         model = FullyShardedDataParallel(numbered(nn.Linear(3, 5)), device_id=torch.device("cpu"), device_mesh=mesh)
-        with pytest.raises(LayoutMismatch, match="SHARDED_STATE_DICT"):
-            Layout.from_module(model)
+        outcomes["module", kind] = report(Layout.from_module(model)), set()
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = model.state_dict()
         outcomes[kind] = report(Layout.from_tensors(state)), {type(tensor).__name__ for tensor in state.values()}
     return outcomes
 
 
-def test_sharded_state_dicts_of_the_older_fsdp(ranks):
+def test_modules_and_state_dicts_of_the_older_fsdp(ranks):
     results = ranks.run(flattened)
-    for kind in ("ShardedTensor", "DTensor"):
-        assert {name for result in results for name in result[kind][1]} == {kind}
+    for kind in ("ShardedTensor", "DTensor", ("module", "ShardedTensor"), ("module", "DTensor")):
+        assert {name for result in results for name in result[kind][1]} == ({kind} if isinstance(kind, str) else set())
         assert check(members([result[kind][0] for result in results])) == {"weight": (5, 3), "bias": (5,)}
 
 

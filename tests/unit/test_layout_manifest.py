@@ -52,7 +52,8 @@ shapes = st.lists(st.integers(0, 1 << 18), max_size=3).map(tuple)
 @st.composite
 def entries(draw):
     shape = draw(shapes)
-    kinds = [WHOLE, Placement(0), Placement(1), Placement(block=Block.whole(shape))]
+    block = Block.whole(shape)
+    kinds = [WHOLE, Placement(0), Placement(1), Placement(block=block), Placement(1, block=block)]
     cuts = [Placement(0, (Cut(len(shape) - 1, 1), Cut(0, 0, 2)))] if shape else []
     return Entry(draw(names), shape, draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(kinds + cuts)))
 
@@ -178,7 +179,9 @@ FORGERIES = {
     "a block that leaves its tensor": put("geometries", 1, 4, 1, 0, 1, 9),
     "a block with a run of nothing": put("geometries", 1, 4, 1, 0, 1, 0),
     "a run of three numbers": put("geometries", 1, 4, 1, 0, [0, 1, 2]),
-    "a block on a mesh": put("geometries", 1, 2, 0),
+    "a block on a mesh that is not there": put("geometries", 1, 2, 2),
+    "a block on a mesh that is true": put("geometries", 1, 2, True),
+    "a block that is cut, too": put("geometries", 1, 3, [[0, 0, 1]]),
     "two shapes for one name": put("geometries", 1, 0, [4, 9]),
     "ranks that do not fill the mesh": put("meshes", 0, 1, [0, 1, 2]),
     "a rank twice": put("meshes", 0, 1, [0, 1, 2, 2]),

@@ -441,15 +441,23 @@ def test_one_wire_dtype_is_enough_for_tied_names():
     refused({0: tied("float32", wire={"embed": "bfloat16", "head": "float16"})}, receiver, "tied names", "ranks 0", "bfloat16", "float16")
 
 
-def test_regions_of_tied_names_stay_apart():
-    """The manifest does not say which regions are tied, so each is filled."""
+def test_names_are_tied_region_by_region():
+    """Names that are tied share all of their memory, so equal regions are one: sent once, written once."""
     regions = [region(name, (row, 0), (2, 6)) for name in ("embed", "head") for row in (0, 2)]
     held = manifest(*regions, ties=TIED)
-    assert tied_entries(held) == [0, 1, 2, 3]
+    assert tied_entries(held) == [0, 1, 0, 1]
     assert tied_entries(manifest(entry("a"), entry("b"), entry("c"), entry("d"), ties=[("a", "c", "d")])) == [0, 1, 0, 0]
     model = ModelMap({0: whole("embed", "head", ties=TIED)}, {1: Holding(held, ())})
-    assert model.receiver_spaces[1][2].numel == 48
-    assert [len(remap.begin) for remap in build_remaps(model.source_spaces[0][2], model.receiver_spaces[1][2])] == [1, 1]
+    assert model.receiver_spaces[1][2].numel == 24
+    source, receiver = model.source_spaces[0][2], model.receiver_spaces[1][2]
+    assert [len(remap.begin) for remap in build_remaps(source, receiver)] == [1]
+    model = ModelMap({0: Holding(held, ())}, {1: whole("embed", "head", ties=TIED)})
+    assert holders(model) == {"embed": [0, 0]}
+
+
+def test_tied_names_with_other_regions_stay_apart():
+    rows = [region("embed", (row, 0), (2, 6)) for row in (0, 2)]
+    assert tied_entries(manifest(*rows, region("head", (0, 0), (4, 6)), ties=TIED)) == [0, 1, 2]
 
 
 # From real layouts
