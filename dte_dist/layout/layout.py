@@ -232,15 +232,12 @@ class Layout:
             >>> Layout.from_tensors(weights).refuse_copies()  # whoever holds `weights` may write to it
         """
         if self._watch is not None:
-            self._watch.refuse(self._names(), self._objects, self._counted())
+            self._watch.refuse(self._names, self._objects, self._counted())
 
     def note_changes(self, count: int) -> None:
         """Note how many changes a source found; warn once if there are none for long, and nobody writes."""
         if self._watch is not None and self._watch.is_suspicious(count):
-            self._watch.warn(self._names(), self._counted())
-
-    def _names(self) -> list[str]:
-        return [spot.name for spot in self._spots]
+            self._watch.warn(self._names, self._counted())
 
     def _counted(self) -> Counted:
         """Return elements and version counters of the local tensors, which nothing holds when it is done."""
