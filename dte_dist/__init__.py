@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dte_dist.change.snapshot import Detector
-from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p, invalidate, verify
+from dte_dist.collectives import DeltaWork, close, delta_broadcast, delta_p2p, invalidate, verify, warm
 from dte_dist.engine.delta_engine import DeltaEngine, reconstruct_against_base
 from dte_dist.engine.payload import payload_of
 from dte_dist.engine.tracker import DeltaTracker
@@ -13,6 +13,7 @@ from dte_dist.errors import (
     DeltaError,
     FrameError,
     LayoutMismatch,
+    OrderMismatch,
     PeerLost,
     SyncFailed,
     VersionError,
@@ -44,6 +45,7 @@ __all__ = [
     "Layout",
     "LayoutMismatch",
     "LoopbackTransport",
+    "OrderMismatch",
     "Payload",
     "PeerLost",
     "Plan",
@@ -67,4 +69,5 @@ __all__ = [
     "reconstruct_against_base",
     "remap_delta_indices",
     "verify",
+    "warm",
 ]

@@ -8,6 +8,7 @@ text alone. Wrong arguments stay `ValueError`; everything else is a `DeltaError`
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "ApplyFailed",
@@ -15,6 +16,7 @@ __all__ = [
     "DeltaError",
     "FrameError",
     "LayoutMismatch",
+    "OrderMismatch",
     "PeerLost",
     "SyncFailed",
     "VersionError",
@@ -125,16 +127,45 @@ class VersionRestart(VersionError):
     """
 
 
+class OrderMismatch(DeltaError):
+    """Ranks waited for each other in different channels of one group: they made their calls in different orders, or with other modules.
+
+    Nothing has moved. The channels concerned are dropped, and the next calls open new ones, in which no receiver needs a seed.
+
+    Example:
+        >>> print(OrderMismatch("rank 0 waits in channel 1, rank 1 in channel 2", fix="call them in the same order on every rank"))
+        rank 0 waits in channel 1, rank 1 in channel 2. Way out: call them in the same order on every rank.
+    """
+
+
 class PeerLost(DeltaError):
     """A rank died, closed its connections or did not answer in time; the channel is unusable.
 
+    All survivors raise it with the same text. Who is late only may come back: call again until all have met, at most as often as you
+    like. Who died does not: form a group of the others.
+
+    Args:
+        what: as for `DeltaError`.
+        lost: ranks of the group that are missing.
+        late: they did not answer in time, and may be alive.
+        facts: as for `DeltaError`.
+
+    Attributes:
+        lost, late: as passed.
+
     Example:
-        >>> try:
-        ...     delta_broadcast(module, group, timeout=60)
-        ... except PeerLost:
-        ...     group = form_group_of_survivors()
-        ...     delta_broadcast(module, group, timeout=60)  # no seed for receivers at the right version
+        >>> while True:
+        ...     try:
+        ...         report = delta_broadcast(module, group, timeout=60)
+        ...         break
+        ...     except PeerLost as error:
+        ...         if not error.late:
+        ...             group = form_group_without(error.lost)  # no seed for receivers at the right version
     """
+
+    def __init__(self, what: str, *, lost: Iterable[int] = (), late: bool = False, **facts: Any) -> None:
+        super().__init__(what, **facts)
+        self.lost, self.late = tuple(lost), late
 
 
 class ChannelClosed(DeltaError):
@@ -172,7 +203,7 @@ _FAMILY: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
         DeltaError, LayoutMismatch, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart,
-        PeerLost, ChannelClosed, ApplyFailed, SyncFailed, ValueError,
+        OrderMismatch, PeerLost, ChannelClosed, ApplyFailed, SyncFailed, ValueError,
     )
 }  # fmt: skip
 

@@ -292,8 +292,8 @@ class _Call:
             channel = self._channel()
             try:
                 return channel.run(self._prepare(channel))
-            except Abandoned:
-                _log.info("another rank closed the channel: opening a new one")
+            except Abandoned as abandoned:
+                _log.info("%s: opening a new one", abandoned)
             except BaseException as error:
                 channel.abort(error)
                 raise
@@ -306,7 +306,7 @@ class _Call:
             try:
                 return channel.run(prepared)
             except Abandoned as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
-                raise PeerLost("another rank had closed the channel", fix="call again; a new channel opens") from abandoned
+                raise PeerLost(f"the other ranks had left the channel: {abandoned}", fix="call again; a new channel opens") from abandoned
 
         streams = aside(channel.devices)
         work = DeltaWork(finish, streams)

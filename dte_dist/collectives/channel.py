@@ -25,8 +25,9 @@ from dte_dist.engine.control import ASKED, REASONS, VERIFY, ControlRow
 from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport, VerifyReport
-from dte_dist.transport.groups import LossBoard, Wire
+from dte_dist.transport.groups import Wire
 from dte_dist.transport.together import Agreed, end_together, error_of, forget_frames
+from dte_dist.transport.watch import Watch
 
 __all__ = ["Abandoned", "Channel"]
 
@@ -35,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class Abandoned(Exception):
-    """Another rank had closed the channel on purpose before this sync began."""
+    """The others had left the channel before this sync began: on purpose, or because this rank was late."""
 
 
 class Channel:
@@ -44,35 +45,37 @@ class Channel:
     Args:
         options: of the call that opened it.
         parts: what it is made of.
-        board: what is left when its groups break.
+        watch: of its waits.
         wires: all its groups.
         devices: of the tensors on this rank.
 
     Attributes:
         rank: in the group.
+        watch: of its waits.
         broken: why it can no longer be used; None while it can.
         in_step: False from the beginning of a sync until it ended on all ranks alike. Where an interrupt left it False, this rank no
             longer knows what the others wait for, and the channel is broken by `abort`.
     """
 
-    def __init__(self, options: Options, parts: Parts, board: LossBoard, wires: Sequence[Wire], devices: Collection[torch.device]) -> None:
+    def __init__(self, options: Options, parts: Parts, watch: Watch, wires: Sequence[Wire], devices: Collection[torch.device]) -> None:
         self.options, self.parts, self.devices = options, parts, devices
         self.rank = parts.control.rank
         self.broken: str | None = None
         self.in_step = True
         self._pid = os.getpid()
-        self._board, self._wires = board, wires
+        self.watch, self._wires = watch, wires
 
     def close(self, why: str = "it was closed") -> None:
         """Leave the channel on purpose; the other ranks open a new one when they sync next."""
         if self.broken is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
-            self._board.leave()
+            self.watch.board.leave(self.rank)
             self.drop(why)
 
     def drop(self, why: str) -> None:
         """Drop the groups without a word."""
         if self.broken is None:
             self.broken = why
+            self.watch.close()
             for wire in self._wires:
                 wire.close()
 
@@ -87,6 +90,7 @@ class Channel:
         """
         self.in_step = False
         phases = Phases()
+        self.watch.call()
         source, receiver = self.parts.source, self.parts.receiver
         reason, error = 0, None
         chosen: Chosen = "broadcast", ""
@@ -115,6 +119,7 @@ class Channel:
             Abandoned: a rank had closed the channel.
         """
         self.in_step = False
+        self.watch.call()
         error = None
         if self.parts.source is not None:
             error = error_of(self.parts.source.rollback)
@@ -130,7 +135,7 @@ class Channel:
         Raises:
             DeltaError, ValueError: the same on every rank.
             PeerLost: on every surviving rank; the channel is broken.
-            Abandoned: a rank had closed the channel; nothing was done.
+            Abandoned: the others had left the channel; nothing was done.
         """
         sync = Sync(self.parts, prepared)
         report = self._meet(sync, sync.run)
@@ -142,17 +147,18 @@ class Channel:
         if self.broken is not None:
             raise ChannelClosed(f"the channel is closed: {self.broken}", fix="call again; a new channel opens")
         try:
-            report = call()
+            with self.watch:
+                report = call()
         except Agreed as agreed:
             if isinstance(agreed.error, PeerLost):  # of something else; but whoever gets one takes the channel for broken
                 raise self._break(agreed.error) from agreed.error
             self.in_step = True
             raise agreed.error from agreed.error.__cause__
         except PeerLost as error:
-            if not sync.begun and self._board.left():
+            if not sync.begun and not self.watch.ends_here(verdict := self.watch.settle(error)):
                 forget_frames(error)
-                self.drop("another rank closed it")
-                raise Abandoned from error
+                self.drop(verdict.text)
+                raise Abandoned(verdict.text) from error
             raise self._break(error) from error
         except Exception as error:  # the machine failed, not the protocol: the others lose this rank
             raise self._break(error) from error
@@ -214,4 +220,4 @@ class Channel:
         """Close the channel and return the error that all survivors raise."""
         if self.parts.source is not None:
             self.parts.source.chain.broken_off = True
-        return end_together(error, self._board, self.drop, rank=self.rank)
+        return end_together(error, self.watch, self.drop)

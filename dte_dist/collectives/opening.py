@@ -1,20 +1,25 @@
 """How a channel opens: all ranks agree, make the same groups in the same order, and have it together or not at all.
 
-1.   Describe: what this rank holds and wants; kernels are compiled now, so that nobody waits for it later. An error is kept.
-2. o Agree on who holds what (`collectives.agreement`), compare what came of it, or all raise the error of one.
-3. o Compare: where sources hold the same, though no mesh makes them replicas, their bits must be equal
+1.   Describe: what this rank holds and wants; kernels are compiled now, and others wait for a rank that compiles. An error is kept.
+2. o The roll call over the store of the group (`transport.rendezvous`): who does not come is known by name. The modules that come must
+     not have been in different channels before.
+3. o Connect, agree on who holds what (`collectives.agreement`), compare what came of it, or all raise the error
+     of one.
+4. o Compare: where sources hold the same, though no mesh makes them replicas, their bits must be equal
      (`collectives.copies`).
-4. o Build: data groups, which connect, and the states of source and receiver. What an earlier channel of the
-     module left behind is taken up (`collectives.kept`). An error is kept.
-5. o The last row: has every rank built its channel? If not, all raise, and close their groups.
+5. o Connect the groups for data, and build the states of source and receiver. What an earlier channel of the
+     module left behind is taken up (`collectives.kept`). An error while they are built is kept.
+6. o The last row: has every rank built its channel? If not, all raise, and close their groups.
 
-Steps with a ring (o) are exchanges. A rank that does not come is a `PeerLost` with one text, found on the loss board.
+Steps with a ring (o) are exchanges. Any other error, of whatever rank, is found on the board of the channel, and all raise the same.
+A rank that comes when the others have given it up goes on to the number of their next try, without an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -31,52 +36,56 @@ from dte_dist.collectives.sync import Parts
 from dte_dist.collectives.verification import Verifier
 from dte_dist.engine.receiver import ReceiverState
 from dte_dist.engine.source import SourceState
-from dte_dist.errors import PeerLost
+from dte_dist.errors import OrderMismatch, PeerLost
 from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
 from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.transfer import Plan
+from dte_dist.transport.board import names
 from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.groups import DamagedRow, LossBoard, Membership, Wire
+from dte_dist.transport.groups import DamagedRow, Membership, Wire
 from dte_dist.transport.relay import Relay
+from dte_dist.transport.rendezvous import call_roll
 from dte_dist.transport.speed import LinkSpeed
-from dte_dist.transport.together import Agreed, end_together, or_error, raise_if_any
+from dte_dist.transport.together import Agreed, agreed, end_together, or_error, raise_if_any
+from dte_dist.transport.watch import Watch
 
 __all__ = ["Model", "open_channel"]
 
 Model = torch.nn.Module | Layout
 """What a channel belongs to."""
 
+_log = logging.getLogger(__name__)
 
-def open_channel(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
+
+_Groups = tuple[Wire | None, Wire | None, Wire | None]
+"""To gather, to stream, and for pairs of ranks; None where this rank has no part in it."""
+
+
+class _GivenUp(Exception):
+    """The others gave this rank up before it came."""
+
+
+def open_channel(
+    module: Model, group: dist.ProcessGroup | None, into: Model | None, options: Options, error: Exception | None,
+    *, origin: int | None = None,
+) -> Channel:  # fmt: skip
     """Open a channel; all ranks of the group must call.
 
     Args:
         module, group, into, options: of the call.
         error: what is wrong with the call, to be raised on all ranks.
+        origin: of the channel that the module was in before, see `Watch.origin`.
 
     Raises:
-        LayoutMismatch, ValueError, DeltaError: on every rank, with the same text.
-        PeerLost: a rank did not come.
+        LayoutMismatch, OrderMismatch, ValueError, DeltaError: on every rank, with the same text.
+        PeerLost: a rank did not come, or died, or raised what is no error of the family; on every survivor, with the same text.
     """
-    membership = Membership.join(group, options.timeout)
-    opening = _Opening(membership, [], options)
-    channel: Channel | None = None
-    try:
+    while True:
+        opening = _Opening(Membership.join(group, options.timeout), options, origin)
         try:
-            channel = opening.run(module, into, error)
-        except Agreed as told:
-            raise told.error from told.error.__cause__
-        except PeerLost:
-            raise
-        except Exception as alone:  # on this rank only: the others are to raise what it was, not that they lost this rank
-            raise end_together(alone, LossBoard(membership), lambda why: None, rank=membership.rank) from alone
-        return channel
-    except PeerLost as lost:
-        raise PeerLost(LossBoard(membership).agree(str(lost))) from lost
-    finally:
-        if channel is None:
-            for wire in opening.wires:
-                wire.close()
+            return opening.run(module, into, error)
+        except _GivenUp:
+            _log.info("the other ranks tried to open a channel before this one came: trying again with them")
 
 
 @dataclass(slots=True)
@@ -85,23 +94,68 @@ class _Opening:
 
     Attributes:
         membership: of this rank in the group.
-        wires: the groups made so far, the control group first.
         options: of the call.
+        origin: of the channel that the module was in before.
+        watch: of the waits.
+        wires: the groups made so far, the control group first.
+        has_met: all ranks have heard of each other.
     """
 
     membership: Membership
-    wires: list[Wire]
     options: Options
+    origin: int | None
+    watch: Watch = field(init=False)
+    wires: list[Wire] = field(default_factory=list)
+    has_met: bool = False
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.membership, self.options.name)
+        self.watch.origin = self.origin
 
     def run(self, module: Model, into: Model | None, error: Exception | None) -> Channel:
+        """Open the channel, or leave nothing open.
+
+        Raises:
+            _GivenUp: the others had given this rank up.
+            Exception: as `open_channel` says.
+        """
+        channel: Channel | None = None
+        self.watch.open()
+        try:
+            channel = self._steps(module, into, error)
+            return channel
+        except Agreed as agreed:
+            raise agreed.error from agreed.error.__cause__
+        except PeerLost as lost:
+            if not self.has_met and not self.watch.ends_here(self.watch.settle(lost)):
+                raise _GivenUp from lost
+            raise end_together(lost, self.watch, self._drop) from lost
+        except Exception as caught:
+            raise end_together(caught, self.watch, self._drop) from caught
+        except BaseException as caught:
+            end_together(caught, self.watch, self._drop)
+            raise
+        finally:
+            if channel is None:
+                self._drop("it was not opened")
+
+    def _drop(self, _: str) -> None:
+        self.watch.close()
+        for wire in self.wires:
+            wire.close()
+
+    def _steps(self, module: Model, into: Model | None, error: Exception | None) -> Channel:
         """Go through the exchanges; `error` is what is wrong with the call, to be raised on all ranks."""
-        membership = self.membership
-        control = Wire("control", range(membership.size), membership, "gloo")
-        self.wires.append(control)
+        membership, watch = self.membership, self.watch
         mine: Described | None = None
         if error is None:
-            mine, error = or_error(lambda: _describe(module, into, self.options, membership.backends))
+            mine, error = or_error(lambda: self._describe(module, into))
+        origins = call_roll(watch)
+        watch.origin = agreed(lambda: _one_origin(origins)) or membership.channel
+        control = Wire("control", range(membership.size), membership, "gloo", watch=watch)
+        self.wires.append(control)
         agreement = agree(control, mine, error)
+        self.has_met = True
         layout = None if mine is None else mine.layout
         for compare in (
             lambda: compare_plans(control, agreement),
@@ -111,30 +165,47 @@ class _Opening:
                 compare()
             except DamagedRow as damage:  # told in the last row: this rank has its plan, and others wait for its groups
                 error = error or damage
-        built: Channel | None = None
-        try:
-            built = self._build(agreement, mine, module, module if into is None else into)  # type: ignore[arg-type]  # agree raised
-        except PeerLost:
-            raise
-        except Exception as caught:  # told to all ranks in the last row
-            error = error or caught
-        raise_if_any(control, error)
+        groups = self._groups(agreement, mine)  # type: ignore[arg-type]  # agree raised where there is none
+        target = module if into is None else into
+        built, wrong = or_error(lambda: self._build(agreement, mine, module, target, groups))  # type: ignore[arg-type]
+        watch.is_ending = True
+        raise_if_any(control, error or wrong)
+        watch.is_opening = False
         kept.drop_source(module)
         return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 
-    def _build(self, agreement: Agreement, mine: Described, module: Model, target: Model) -> Channel:
-        """Make the data groups and the states; groups are made in the same order on all ranks."""
-        rank, root, model = self.membership.rank, agreement.root, agreement.model
-        totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
-        schedule = Schedule(totals, self.options.bucket_bytes)
+    def _describe(self, module: Model, into: Model | None) -> Described:
+        described = describe(module, into, self.options, self.membership.backends)
+        layouts = [layout for layout in (described.layout, described.into) if layout is not None]
+        dtypes = {DTYPES[entry.dtype] for layout in layouts for entry in layout.manifest.entries}
+        self._warm(dtype.itemsize for dtype in dtypes)
+        return described
+
+    def _warm(self, widths: Iterable[int]) -> None:
+        """Compile what is not compiled yet; meanwhile the others wait without counting the time."""
+        with self.watch.compiling() as say:
+            kernels.warm(widths, say)
+
+    def _groups(self, agreement: Agreement, mine: Described) -> _Groups:
+        """Make the data groups, in the same order on all ranks: to gather, to stream, and for pairs of ranks."""
         device = mine.devices[0] if mine.devices else None
         gather = self._wire("gather", agreement.backend, sorted(agreement.sources), device)
-        stream = self._wire("stream", agreement.backend, sorted({root, *agreement.receivers}), device)
+        stream = self._wire("stream", agreement.backend, sorted({agreement.root, *agreement.receivers}), device)
         everyone = range(self.membership.size)
-        pairs = self.wires[0] if agreement.backend == "gloo" else self._wire("pairs", agreement.backend, everyone, device)
+        gloo = agreement.backend == "gloo"
+        return gather, stream, self.wires[0] if gloo else self._wire("pairs", agreement.backend, everyone, device)
+
+    def _build(
+        self, agreement: Agreement, mine: Described, module: Model, target: Model, groups: _Groups
+    ) -> Channel:
+        """Make the states. What fails here is told to all ranks in the last row: nobody waits for anything."""
+        rank, root, model = self.membership.rank, agreement.root, agreement.model
+        gather, stream, pairs = groups
+        totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
+        schedule = Schedule(totals, self.options.bucket_bytes)
         source = self._source(agreement, mine, module, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
-        kernels.warm({width for spaces in model.source_spaces.values() for width in spaces})
+        self._warm({width for spaces in model.source_spaces.values() for width in spaces})
         speed = LinkSpeed()
         relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes, speed=speed)
         exchange = Exchange(pairs, rank=rank, sources=agreement.sources)
@@ -147,13 +218,13 @@ class _Opening:
             agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), speed,
             Verifier(model, self.wires[0], source, receiver), self.options.verify_interval,
         )  # fmt: skip
-        return Channel(self.options, parts, LossBoard(self.membership), self.wires, frozenset(mine.devices))
+        return Channel(self.options, parts, self.watch, self.wires, frozenset(mine.devices))
 
     def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Wire | None:
         """Make a data group if it has several members and this rank is one."""
         if len(members) < 2 or self.membership.rank not in members:
             return None
-        self.wires.append(Wire(name, members, self.membership, backend, device))
+        self.wires.append(Wire(name, members, self.membership, backend, device, watch=self.watch))
         return self.wires[-1]
 
     def _source(self, agreement: Agreement, mine: Described, module: Model, schedule: Schedule) -> SourceState:
@@ -173,10 +244,16 @@ class _Opening:
         return state
 
 
-def _describe(module: Model, into: Model | None, options: Options, backends: str) -> Described:
-    described = describe(module, into, options, backends)
-    layouts = [layout for layout in (described.layout, described.into) if layout is not None]
-    dtypes = {DTYPES[entry.dtype] for layout in layouts for entry in layout.manifest.entries}
-    # Before anyone waits for this rank: where nothing is cached, compiling takes longer than a short timeout.
-    kernels.warm({dtype.itemsize for dtype in dtypes})
-    return described
+def _one_origin(origins: Mapping[int, int | None]) -> int | None:
+    """Return the origin of the modules that come, None for new ones.
+
+    Raises:
+        OrderMismatch: they come from different channels; on every rank, for all see the same.
+    """
+    known = sorted({origin for origin in origins.values() if origin is not None})
+    ranks = {origin: [rank for rank, other in origins.items() if other == origin] for origin in known}
+    if len(ranks) > 1:
+        said = ", ".join(f"{names(those)} that of channel {origin}" for origin, those in ranks.items())
+        fix = "call the channels of a group in the same order on every rank; dte_dist.close(module, group) lets a module change places"
+        raise OrderMismatch(f"a channel opens again, but with different modules: {said}", fix=fix)
+    return next(iter(ranks), None)

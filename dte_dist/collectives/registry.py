@@ -34,6 +34,8 @@ _PID = os.getpid()
 _log = logging.getLogger(__name__)
 
 _channels: weakref.WeakKeyDictionary[Any, dict[Any, Channel]] = weakref.WeakKeyDictionary()
+_origins: weakref.WeakKeyDictionary[Any, dict[Any, int | None]] = weakref.WeakKeyDictionary()
+"""By module and group, where they first met (`Watch.origin`)."""
 
 
 def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
@@ -58,8 +60,10 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
                 kept.keep_source(module, source, channel.parts.agreement.model)
             mine.pop(other).close("its group is gone")
     if group not in mine:
+        _retire(group, options.name)
         with _no_collection():
-            mine[group] = open_channel(module, group, into, options, error)
+            mine[group] = open_channel(module, group, into, options, error, origin=_origins.get(module, {}).get(group))
+        _origins.setdefault(module, {})[group] = mine[group].watch.origin
         _warn_of_twins(mine[group], group)
     return mine[group]
 
@@ -86,6 +90,18 @@ def _are_alike(one: Channel, other: Channel) -> bool:
     mine, theirs = one.parts.agreement, other.parts.agreement
     roles = (mine.sources, mine.receivers) == (theirs.sources, theirs.receivers)
     return roles and mine.model.slots == theirs.model.slots and mine.model.digest() == theirs.model.digest()
+
+
+def _retire(group: dist.ProcessGroup, name: str | None) -> None:
+    """Close the channel of this name that another module has over the group: the module was built anew.
+
+    The others, who still call the old channel, find that it was closed, and open a new one with this rank. Without a name
+    nothing can be concluded: several modules over one group are as it should be.
+    """
+    for channels in list(_channels.values()):
+        channel = channels.get(group)
+        if name is not None and channel is not None and channel.options.name == name and channel.broken is None:
+            channel.close(f"another module took its name, {name!r}")
 
 
 @contextmanager
@@ -185,6 +201,7 @@ def close(module: Model, group: Group | None = None) -> None:
         running.join(module)
         kept.drop_source(module)
         channel = _channels.get(module, {}).pop(pg, None)
+        _origins.get(module, {}).pop(pg, None)
         if channel is not None:
             channel.close()
             if channel.parts.receiver is not None:

@@ -154,6 +154,7 @@ class Sync:
             PeerLost: a peer died or did not answer.
         """
         rows, _ = self._exchange()
+        self._parts.control.watch.is_ending = True
         return self._parts.verifier.verify(*held(rows), live=True)
 
     def _verify_if_due(self, decision: Decision) -> VerifyReport | None:
@@ -285,7 +286,7 @@ class Sync:
             error = error or (part.error if part is not None else None)
         if seeded is not None and error is None:
             error = error_of(seeded.check_own)
-        speed = self._parts.speed
+        speed, self._parts.control.watch.is_ending = self._parts.speed, True
         error = _as_apply_failed(explain_memory(error, self._load.received[self._parts.control.rank]))
         speed.hear(int(self._raise_if_any(error, int(speed.bytes_per_second or 0)).max()))
         with self._phases("commit"):

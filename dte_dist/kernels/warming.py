@@ -7,19 +7,23 @@ compiled it loads from numba's cache on disk. So the ranks of one machine do on 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Final
+from typing import Any, Final
 
 from numba import config
+from numba.core import event
 
 __all__ = ["warm"]
+
+_log = logging.getLogger(__name__)
 
 _JOBS: Final = ("cpu_codecs.warm", "cpu_codecs.warm_patch", "cpu.warm", "cpu_remap.warm")
 """Functions that take widths, the dearest first."""
@@ -27,29 +31,62 @@ _JOBS: Final = ("cpu_codecs.warm", "cpu_codecs.warm_patch", "cpu.warm", "cpu_rem
 _PATIENCE: Final = 60.0
 """Seconds after which a process takes jobs that others are at: to compile twice is better than to wait for ever."""
 
+_LOADING: Final = 2.0
+"""Seconds after which another process that is at a job compiles, and does not just load."""
+
 _warm: set[int] = set()
 
 
-def warm(widths: Iterable[int]) -> None:
+def warm(widths: Iterable[int], say: Callable[[], None] | None = None) -> None:
     """Compile the CPU kernels for elements of these widths (bytes: 1, 2, 4, 8), or load them from numba's cache on disk.
 
     Without it the first sync pays: seconds where nothing is cached, a fraction of one where it is.
+
+    Args:
+        widths: of elements.
+        say: called when it turns out that something has to be compiled, here or by another process that this one waits for.
 
     Example:
         >>> warm([2, 4])
     """
     new = set(widths) - _warm
-    left, deadline = list(_JOBS) if new else [], time.monotonic() + _PATIENCE
-    while left:
-        for job in tuple(left):
-            with _turn(job) as is_mine:
-                if is_mine or time.monotonic() > deadline:
-                    module, name = job.split(".")
-                    getattr(import_module(f"dte_dist.kernels.{module}"), name)(new)
-                    left.remove(job)
-        if left:
-            time.sleep(0.02)
+    left, begin = list(_JOBS) if new else [], time.monotonic()
+    notice = _Notice(new, say)
+    with event.install_listener("numba:compile", notice):
+        while left:
+            waited = time.monotonic() - begin
+            for job in tuple(left):
+                with _turn(job) as is_mine:
+                    if is_mine or waited > _PATIENCE:
+                        module, name = job.split(".")
+                        getattr(import_module(f"dte_dist.kernels.{module}"), name)(new)
+                        left.remove(job)
+            if left:
+                time.sleep(0.02)
+                if waited > _LOADING:
+                    notice.give()
     _warm.update(new)
+
+
+class _Notice(event.Listener):
+    """Tells once that something is being compiled."""
+
+    def __init__(self, widths: Iterable[int], say: Callable[[], None] | None) -> None:
+        self._widths, self._say, self._is_given = sorted(widths), say, False
+
+    def on_start(self, _: Any) -> None:
+        self.give()
+
+    def on_end(self, _: Any) -> None:
+        pass
+
+    def give(self) -> None:
+        if not self._is_given:
+            self._is_given = True
+            widths = ", ".join(map(str, self._widths))
+            _log.info("compiling kernels for elements of %s bytes, once per machine and version: this takes 10 to 45 s", widths)
+            if self._say is not None:
+                self._say()
 
 
 @contextmanager

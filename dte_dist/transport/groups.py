@@ -9,7 +9,9 @@ group, under a prefix that all its members count up together. They belong to nob
 Everything travels as uint8 or int64. Sizes are agreed before a receive is posted: gloo ends the process on a
 message that is too long and takes a short one in silence. Sizes are themselves numbers in a row, so each row carries a
 guard: what is damaged on its way, short or out of turn is a `DamagedRow` on the rank that got it. The other ranks cannot
-know of it. So it is not agreed, and whoever raises it leaves its text on the `LossBoard` and drops its groups.
+know of it. So it is not agreed, and whoever raises it says so on the `Board` of the channel and drops its groups.
+
+All waits are watched (`transport.watch`): they end early where it is known that nobody will come.
 
 NCCL runs what was started on it one after the other, so a send and a receive between the same two ranks would wait for each other for
 ever unless they are started as one (`Wire.swap`). It connects at the first operation, and then all members have to be there: so a
@@ -18,115 +20,37 @@ wire does one as soon as it is made.
 
 from __future__ import annotations
 
-import logging
-import threading
+import os
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.errors import FrameError, PeerLost
+from dte_dist.transport.board import late
+from dte_dist.transport.rendezvous import Group, Membership, PatientStore, group_of
+from dte_dist.transport.watch import Watch
 
-__all__ = ["DamagedRow", "Group", "LossBoard", "Membership", "Pending", "Wire", "group_of"]
+__all__ = ["DamagedRow", "Group", "Membership", "Pending", "Wire", "group_of"]
 
-Group = dist.ProcessGroup | DeviceMesh
-"""A process group as a caller names it: itself, or a mesh of one dimension."""
+_PROBE: Final = 1 << 20
+"""Tag of messages that are never sent: to receive one tells whether there is a connection."""
 
-_BOARD_PATIENCE = timedelta(seconds=5)
-_log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-_LOST = "start the lost rank again or form a group of the survivors, and call again with that group"
-_DAMAGED = "call again on every rank, which opens new connections; if it stays, look for bad memory or a bad network card"
-_WORD = 8
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_DAMAGED: Final = "call again on every rank, which opens new connections; if it stays, look for bad memory or a bad network card"
+_WORD: Final = 8
 
 
 class DamagedRow(FrameError):
-    """A row or a description came damaged to this rank alone, so that the others have to be told by way of the `LossBoard`."""
-
-
-def group_of(group: Group | None) -> dist.ProcessGroup | None:
-    """Return the process group that a caller means. None is the world; that is None where nothing is
-    initialised.
-
-    Raises:
-        ValueError: it is a mesh of several dimensions, or one that has no group on this rank.
-
-    Example:
-        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("role", "shard"))
-        >>> group_of(mesh["shard"]) is mesh.get_group("shard")
-        True
-    """
-    if not isinstance(group, DeviceMesh):
-        return dist.group.WORLD if group is None else group
-    if group.ndim != 1:
-        dims = group.mesh_dim_names or range(group.ndim)
-        ways = " or ".join(f"mesh.get_group({dim!r})" for dim in dims)
-        what = f"a mesh of {group.ndim} dimensions has a group for each of them"
-        raise ValueError(f"{what}: pass {ways}, or a group of all its ranks")
-    if group.get_coordinate() is None:
-        raise ValueError("this rank is not in the mesh: call on its ranks only")
-    try:
-        return group.get_group()
-    except RuntimeError as error:
-        raise ValueError(f"the mesh has no process group: {error}; pass the group itself") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """This rank's place in the user's group.
-
-    Attributes:
-        rank, size: in the group.
-        global_ranks: of its members, in group order.
-        store: the store of the group, under a prefix that no other channel has.
-        backends: the backends of the user's group by device, such as "cpu:gloo,cuda:nccl".
-        timeout: how long any one wait may take.
-    """
-
-    rank: int
-    size: int
-    global_ranks: tuple[int, ...]
-    store: dist.Store
-    backends: str
-    timeout: timedelta
-
-    @classmethod
-    def join(cls, group: Group | None, timeout: timedelta) -> Membership:
-        """Take the next channel number of `group`, leaving out those under which ranks have lost each other before.
-
-        Every member counts for itself. A member that was not there when the others tried to open a channel finds what they left
-        on the `LossBoard` of that number, and so comes to the number of their next try.
-
-        Raises:
-            ValueError: this rank is not a member of the group, or it is a mesh of several dimensions.
-            PeerLost: the store of the group is gone.
-        """
-        pg = group_of(group)
-        if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
-            raise ValueError("this rank is not a member of the group: call on the members only (after init_process_group)")
-        store, counter = pg.get_group_store(), f"dte_dist/opened_by/{pg.rank()}"
-
-        def take_number() -> int:
-            number = store.add(counter, 1)
-            while store.check([f"dte_dist/{number}/lost/writers"]):
-                number = store.add(counter, 1)
-            return number
-
-        try:
-            number = within(timeout, take_number)
-        except (RuntimeError, TimeoutError) as error:
-            raise PeerLost(f"the store of the group cannot be reached: {error}", fix=_LOST) from error
-        ranks = tuple(dist.get_process_group_ranks(pg))
-        backends = str(dist.get_backend_config(pg))
-        return cls(pg.rank(), pg.size(), ranks, dist.PrefixStore(f"dte_dist/{number}", store), backends, timeout)
+    """A row or a description came damaged to this rank alone, so that the others have to be told by way of the `Board`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,76 +68,7 @@ class Pending:
         Raises:
             PeerLost: a peer died, closed its connections, or did not answer in time.
         """
-        # no lambda: its frame would keep the operation, and so the connections, for as long as somebody keeps the error
-        self.wire._guard(self.what, self.ranks, partial(self.work.wait, self.wire.timeout))
-
-
-class LossBoard:
-    """What ranks leave for each other to read when the groups of a channel are gone.
-
-    The first rank that loses a peer leaves its error, so that all survivors raise the same text. A rank that closes the channel on
-    purpose says so, so that the others can tell it from a death.
-
-    Args:
-        membership: of this rank.
-    """
-
-    def __init__(self, membership: Membership) -> None:
-        self._store = dist.PrefixStore("lost", membership.store)
-        self._rank, self._size = membership.rank, membership.size
-
-    def leave(self) -> None:
-        """Say that this rank closes the channel on purpose."""
-        self._ask(lambda: self._store.set(f"left/{self._rank}", ""))
-
-    def left(self) -> list[int]:
-        """Return the ranks that closed the channel on purpose."""
-        found = self._ask(lambda: [rank for rank in range(self._size) if self._store.check([f"left/{rank}"])])
-        return found or []
-
-    def agree(self, text: str) -> str:
-        """Return the text of the first rank that called, or `text` itself if the store cannot be reached any more."""
-
-        def exchange() -> str:
-            if self._store.add("writers", 1) == 1:
-                self._store.set("text", text)
-            self._store.wait(["text"], _BOARD_PATIENCE)
-            return self._store.get("text").decode()
-
-        return self._ask(exchange) or text
-
-    def _ask(self, call: Callable[[], _T]) -> _T | None:
-        """Ask the store; None, in bounded time, if it cannot answer: it lives on a rank too, perhaps on the one that is gone."""
-        try:
-            return within(_BOARD_PATIENCE, call)
-        except (RuntimeError, TimeoutError) as error:
-            _log.debug("the store cannot be reached: %s", error)
-            return None
-
-
-def within(patience: timedelta, call: Callable[[], _T]) -> _T:
-    """Call something that may block for ever, in a thread of its own.
-
-    Raises:
-        TimeoutError: it has not returned in this time; the thread is left behind.
-    """
-    answers: list[_T] = []
-    errors: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            answers.append(call())
-        except BaseException as error:  # raised in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=ask, name="dte_dist store", daemon=True)
-    thread.start()
-    thread.join(patience.total_seconds())
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise TimeoutError(f"no answer in {patience.total_seconds()} s")
-    return answers[0]
+        self.wire._wait(self)
 
 
 class Wire:
@@ -225,37 +80,98 @@ class Wire:
         membership: this rank in the user's group; must be one of the members.
         backend: "gloo" or "nccl".
         device: for NCCL, the GPU of this rank; None for the current one.
+        watch: of the channel; None for one that nobody looks at.
 
     Attributes:
         device: where tensors must lie to travel on it.
+        watch: of the waits.
+        timeout: how long a wait may take.
 
     Raises:
         PeerLost: not all members came in time.
     """
 
-    def __init__(self, name: str, members: Sequence[int], membership: Membership, backend: str, device: torch.device | None = None) -> None:
+    def __init__(
+        self, name: str, members: Sequence[int], membership: Membership, backend: str, device: torch.device | None = None,
+        *, watch: Watch | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
+        self.watch = watch or Watch(membership)
         self.members = tuple(members)
         self.rank = membership.rank
         self.timeout = membership.timeout
-        self._closed = False
-        self._turn = 0
+        self._closed, self._pid, self._turn = False, os.getpid(), 0
         self.device = torch.device("cpu")
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device()) if device is None or device.type != "cuda" else device
         self._place = {rank: place for place, rank in enumerate(self.members)}
         store = dist.PrefixStore(name, membership.store)
-        place, size = self._place[self.rank], len(self.members)
-        self._backend: Any = self._guard("connect", self.members, lambda: _make(backend, store, place, size, self.timeout))
         if backend == "nccl":
+            self._backend: Any = self._guard("connect", self._others(), lambda: self._make_nccl(store))
+            self.watch.add(self)
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), self.members[0]).wait()
+        else:
+            self._backend = self._connect(store)
+            self.watch.add(self)
+
+    def _make_nccl(self, store: dist.Store) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        return dist.ProcessGroupNCCL(store, self._place[self.rank], len(self.members), options)
+
+    def _connect(self, store: dist.Store) -> Any:
+        """Connect over gloo, which may take five times the timeout that it is given."""
+        patient, began = PatientStore(store, len(self.members)), time.monotonic()
+        place, size, timeout = self._place[self.rank], len(self.members), self.timeout
+        try:
+            return self.watch.call_aside(timeout, lambda: dist.ProcessGroupGloo(patient, place, size, timeout))
+        except (RuntimeError, TimeoutError) as error:
+            lost = self.watch.lost(self._others(), timeout, began, error)
+            if lost.late or self.watch.board.found is not None or self.watch.broken():
+                raise lost from error
+            fix = "see the cause on this rank; all ranks must reach each other over the network that gloo uses (GLOO_SOCKET_IFNAME)"
+            raise PeerLost(f"rank {self.rank} could not connect to the other ranks", fix=fix) from error
+        finally:
+            patient.stop()
 
     def close(self) -> None:
-        """Drop the backend; peers that wait on it fail at once or at their timeout."""
+        """Drop the backend; peers that wait on it fail at once."""
         self._closed = True
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.abort()
+        self.kill()
+        self._backend = None
+
+    def kill(self) -> None:
+        """Close all connections: whoever waits on them fails at once, here and on the other members. From any thread.
+
+        gloo closes all connections of a group in which a wait was too long, but does not close any when it is told to abort.
+        """
+        backend = self._backend
+        if backend is None or os.getpid() != self._pid:  # a forked child has the connections, but they are its parent's
+            return
+        if self.device.type == "cpu":
+            for rank in self._others():
+                with suppress(RuntimeError):  # as it should: it is too short for this one, and then all others have closed
+                    self._probe(backend, rank).wait(_AT_ONCE)
+        backend.abort()
+
+    def closed(self, ranks: Iterable[int]) -> set[int]:
+        """Return which of these ranks have closed their connection on this wire; over NCCL it cannot be told. From any thread."""
+        backend, found = self._backend, set()
+        if backend is not None and self.device.type == "cpu":
+            for rank in ranks:
+                if rank in self._place and rank != self.rank:
+                    try:
+                        self._probe(backend, rank)
+                    except RuntimeError:
+                        found.add(rank)
+        return found
+
+    def _probe(self, backend: Any, rank: int) -> Any:
+        """Start to receive what is never sent: that alone fails if the connection has closed."""
+        return backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], self._place[rank], _PROBE)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.members if rank != self.rank]
 
     def rows(self, row: np.ndarray) -> np.ndarray:
         """Gather one int64 row of the same length from every member; return int64[members, len(row)].
@@ -320,8 +236,23 @@ class Wire:
         others = [*self.members[at + 1 :], *self.members[:at]]
         pending = [self.receive(parts[rank], rank) for rank in reversed(others)]
         pending += [self.send(parts[self.rank], rank) for rank in others]
-        for each in pending:
-            each.wait()
+        for number, each in enumerate(pending):
+            try:
+                each.wait()
+            except PeerLost as lost:
+                raise self._name_all(lost, pending[number + 1 : len(others)]) from lost.__cause__
+
+    def _name_all(self, lost: PeerLost, receives: Sequence[Pending]) -> PeerLost:
+        """Return an error that names all ranks which have not sent by the time that one was too late."""
+        if not lost.late:
+            return lost
+        missing = set(lost.lost)
+        for each in receives:
+            try:
+                each.work.wait(_AT_ONCE)
+            except RuntimeError:
+                missing.update(each.ranks)
+        return late(missing, "answer", self.timeout.total_seconds())
 
     def texts(self, text: bytes) -> list[bytes]:
         """Gather bytes of the same length from every member.
@@ -397,17 +328,22 @@ class Wire:
 
     def _guard(self, what: str, ranks: Sequence[int], call: Callable[[], Any]) -> Any:
         if self._closed:
-            raise PeerLost(f"could not {what} on the {self.name} group: it was closed here", ranks=ranks, fix=_LOST)
+            raise PeerLost("the channel was closed on this rank", fix="call again; a new one opens")
+        began = time.monotonic()
         try:
             return call()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise PeerLost(f"could not {what} on the {self.name} group: {reason}", ranks=ranks, fix=_LOST) from error
+            raise self._lost(what, ranks, began, error) from error
 
+    def _wait(self, pending: Pending) -> None:
+        limit, began = self.watch.begin(self.timeout), time.monotonic()
+        try:
+            pending.work.wait(limit)
+        except RuntimeError as error:
+            raise self._lost(pending.what, pending.ranks, began, error) from error
+        finally:
+            self.watch.end()
 
-def _make(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    def _lost(self, what: str, ranks: Sequence[int], began: float, error: BaseException) -> PeerLost:
+        error.add_note(f"(on rank {self.rank}, to {what} on the {self.name} group, with ranks {', '.join(map(str, ranks))})")
+        return self.watch.lost(ranks, self.timeout, began, error)

@@ -21,6 +21,7 @@ time, ends it: its groups are closed, which wakes the others.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -37,16 +38,19 @@ from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatc
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 from dte_dist.transport.buffers import Frame, explain_memory
-from dte_dist.transport.groups import Group, LossBoard, Membership, Wire
+from dte_dist.transport.groups import Group, Membership, Wire
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
+from dte_dist.transport.rendezvous import call_roll
 from dte_dist.transport.roles import Roles, mover
 from dte_dist.transport.together import Agreed, end_together, error_of, or_error, raise_if_any
+from dte_dist.transport.watch import Watch
 
 __all__ = ["ProcessGroupTransport"]
 
 _NONE: Final = -1
 _NEW: Final = "make a new transport on every rank of the group"
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -94,24 +98,46 @@ class ProcessGroupTransport(Transport):
     ) -> None:  # fmt: skip
         patience, error = or_error(lambda: check_timeout(timeout))
         self._patience = patience or check_timeout(TIMEOUT)
-        membership = Membership.join(group, timedelta(seconds=self._patience))
-        self._rank, self._board, self._pid = membership.rank, LossBoard(membership), os.getpid()
-        self._wires: list[Wire] = []
-        self._why: str | None = None
+        self._pid = os.getpid()
         self._kept: dict[int, Payload] = {}
         self._own: Payload | None = None
         self._met: int | None = None
+        while not self._has_opened(group, src, plan, error):
+            _log.info("the other ranks tried to open a transport before this one came: trying again with them")
+
+    def _has_opened(self, group: Group | None, src: int | None, plan: Plan | None, error: Exception | None) -> bool:
+        """Open the transport; return whether all ranks came: False if the others had given this one up before."""
+        membership = Membership.join(group, timedelta(seconds=self._patience))
+        self._rank, self._watch = membership.rank, Watch(membership)
+        self._wires: list[Wire] = []
+        self._why: str | None = None
         roles, wrong = or_error(lambda: Roles.of(membership.size, src, plan))
+        control: Wire | None = None
         try:
-            self._guarded(lambda: self._open(membership, roles, error or wrong))
+            self._watch.open()
+            try:
+                control = self._come(membership)
+            except PeerLost as lost:
+                if not self._watch.ends_here(self._watch.settle(lost)):
+                    self._drop("it could not be opened")
+                    return False
+                raise self._break(lost) from lost
+            self._guarded(lambda: self._open(control, membership, roles, error or wrong))
         except BaseException:
             self._drop("it could not be opened")
             raise
+        self._watch.is_opening = False
+        return True
 
-    def _open(self, membership: Membership, roles: Roles | None, error: Exception | None) -> None:
+    def _come(self, membership: Membership) -> Wire:
+        """Come together with the other ranks."""
+        with self._watch.compiling() as say:
+            kernels.warm(BITS, say)  # of all widths, and now: at the first payload others would be waiting
+        call_roll(self._watch)
+        return self._wire("control", range(membership.size), membership, "gloo")
+
+    def _open(self, control: Wire, membership: Membership, roles: Roles | None, error: Exception | None) -> None:
         """Agree on the roles, and make the groups; all members of the group must call."""
-        kernels.warm(BITS)  # of all widths, and now: at the first payload others would be waiting
-        control = self._wire("control", range(membership.size), membership, "gloo")
         can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
         digest = np.frombuffer(roles.digest() if roles is not None else bytes(16), np.int64)
         rows = _rows(control, error, [can_nccl, *digest])
@@ -129,7 +155,7 @@ class ProcessGroupTransport(Transport):
         self._move_data = self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
 
     def _wire(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> Wire:
-        self._wires.append(Wire(name, members, membership, backend))
+        self._wires.append(Wire(name, members, membership, backend, watch=self._watch))
         return self._wires[-1]
 
     def send(self, payload: Payload, *, timeout: timedelta | float) -> None:
@@ -189,7 +215,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """Close the transport on this rank; the others are told when they call next."""
         if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
-            self._board.leave()
+            self._watch.board.leave(self._rank)
             self._drop("it was closed")
 
     def _check_payload(self, payload: Payload) -> None:
@@ -242,7 +268,9 @@ class ProcessGroupTransport(Transport):
         for wire in self._wires:
             wire.timeout = timedelta(seconds=min(seconds or self._patience, self._patience))
         self._kept, self._met = {}, None
-        self._kept = self._guarded(lambda: self._exchange(version, payload, error or wrong))
+        self._watch.call()
+        with self._watch:
+            self._kept = self._guarded(lambda: self._exchange(version, payload, error or wrong))
         self._met = version
 
     def _guarded(self, steps: Callable[[], _T]) -> _T:
@@ -291,6 +319,7 @@ class ProcessGroupTransport(Transport):
         self._vote(faults)
         self._move_data(next(sizes), pieces, take_data)
         payloads: dict[int, Payload] = {}
+        self._watch.is_ending = True
         _keep_error(faults, lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}))
         self._vote(faults)
         return payloads
@@ -313,13 +342,14 @@ class ProcessGroupTransport(Transport):
 
     def _drop(self, why: str) -> None:
         self._why = self._why or why
+        self._watch.close()
         for wire in self._wires:
             wire.close()
         self._kept, self._own = {}, None
 
     def _break(self, error: BaseException) -> DeltaError:
         """Close the transport after a fault, and return the error that all survivors raise."""
-        return end_together(error, self._board, self._drop, rank=self._rank, left=_closed)
+        return end_together(error, self._watch, self._drop, left=_closed)
 
 
 def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]) -> None:

@@ -7,9 +7,9 @@ A rank that raised at once would leave the others waiting for it until their tim
 3. o If one did, all exchange the text of their errors, and raise that of the lowest rank (`raise_together`).
 4.   What every rank raises is marked: it comes as `Agreed`. So is the error in what all ranks have seen alike, and judge alike
      (`agreed`). The ranks are in step then, and may go on with the same groups.
-5.   After any other error they are not: a peer is lost, or this rank is about to be, because what it got is damaged (`DamagedRow`), say.
-     It drops its groups, which wakes the others, and the survivors raise the text of the first that left one on the `LossBoard`
-     (`end_together`).
+5.   After any other error they are not: a peer is lost, or this rank is about to be, because what it got is
+     damaged (`DamagedRow`), say. It says so on the `Board` of the channel, unless another rank has, and drops its
+     groups, which wakes the others. All raise what the first one said (`end_together`).
 
 Steps with a ring (o) are exchanges. Errors travel as `errors.to_wire` writes them.
 """
@@ -23,7 +23,8 @@ from typing import Final, NoReturn, TypeVar
 import numpy as np
 
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, PeerLost, from_wire, to_wire
-from dte_dist.transport.groups import DamagedRow, LossBoard, Wire
+from dte_dist.transport.groups import DamagedRow, Wire
+from dte_dist.transport.watch import Watch
 
 __all__ = ["Agreed", "agreed", "end_together", "error_of", "forget_frames", "or_error", "raise_if_any", "raise_together"]
 
@@ -49,17 +50,17 @@ def agreed(call: Callable[[], _T]) -> _T:
     """Call something that raises on every rank or on none, and mark its error so.
 
     Raises:
-        Agreed: with what it raises.
-        PeerLost, DamagedRow, MemoryError: as they are; these are not seen alike on all ranks.
+        Agreed: with the error of the family, or the ValueError, that it raises.
+        Exception: anything else, a `PeerLost` and a `DamagedRow` as they are: no other rank need have seen it.
 
     Example:
         >>> decision = agreed(lambda: decide(rows, root))
     """
     try:
         return call()
-    except (PeerLost, DamagedRow, MemoryError):
+    except (PeerLost, DamagedRow):
         raise
-    except Exception as error:
+    except (DeltaError, ValueError) as error:
         raise Agreed(error) from None
 
 
@@ -126,7 +127,8 @@ def _mark(error: Exception | None) -> int:
 def raise_together(wire: Wire, error: Exception | None, *, unsaid: Exception | None = None, among: Sequence[int] | None = None) -> NoReturn:
     """Raise, on every rank, the error of the lowest rank that has one; all members must call, at least one with an error.
 
-    The text says on which ranks it was raised. On these ranks the original error is the cause.
+    The text says on which ranks it was raised, unless all raise the same. On these ranks the original error is
+    the cause.
 
     Args:
         wire: a group of the ranks concerned; over gloo.
@@ -145,38 +147,34 @@ def raise_together(wire: Wire, error: Exception | None, *, unsaid: Exception | N
     if told is None:
         what, expected = "a rank said that it failed, but not how", "the text of an error"
         raise unsaid or Agreed(FrameError(what, expected=expected, got="nothing", fix="call again"))
-    marked = Agreed(type(told)(f"{told} (raised on rank {', '.join(map(str, failed))} of the group)"))
+    is_common = len(failed) == len(wire.members) and len(set(failed.values())) == 1
+    where = f" (raised on rank {', '.join(map(str, failed))} of the group)"
+    marked = Agreed(told if is_common else type(told)(f"{told}{where}"))
     marked.error.__cause__ = error
     raise marked
 
 
 def end_together(
     error: BaseException,
-    board: LossBoard,
+    watch: Watch,
     drop: Callable[[str], None],
     *,
-    rank: int,
     left: Callable[[Sequence[int]], ChannelClosed] | None = None,
 ) -> DeltaError:
     """Drop what was open after an error that is not agreed, and return the error that all survivors raise.
 
     Args:
         error: that ended it: a `PeerLost`, or what failed on this rank, of which the others only see that they lose it.
-        board: where survivors find the text.
+        watch: of the channel.
         drop: closes the groups of this rank, and notes why.
-        rank: of this process in the group.
         left: makes the error to raise if the ranks it is given closed theirs on purpose; None if that makes no difference.
     """
     forget_frames(error)
-    why = f"{type(error).__name__} in an earlier call: {error}"
-    if not isinstance(error, PeerLost):
-        told = PeerLost(board.agree(f"rank {rank} failed: {type(error).__name__}: {error}"))
-        drop(why)  # only now: the others are to raise what failed here, not that they lost us
-        return told
-    drop(why)
-    if left is not None and (gone := board.left()):
-        return ChannelClosed(board.agree(str(left(gone))))
-    return PeerLost(board.agree(str(error)))
+    verdict = watch.settle(error)  # before the groups drop: the others are to raise what is wrong, not that they lose us
+    drop(f"{type(error).__name__} in an earlier call: {error}")
+    if verdict.kind == "left" and left is not None:
+        return left(verdict.ranks)
+    return watch.raised(verdict).error()
 
 
 def forget_frames(error: BaseException | None) -> None:

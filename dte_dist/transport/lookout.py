@@ -1,0 +1,178 @@
+"""What a rank that waits for long looks at, once a second, in a thread of its own.
+
+1. Is there a verdict on the channel?
+2. Has a connection of it closed, or has a process of this machine ended? Not at the end of a call: a rank that
+   has all it came for may end.
+3. Where do ranks wait (`transport.places`)? This one says where it does; a rank that waits for it elsewhere, while
+   it is waited for here, will never come.
+4. While a channel opens: does a rank compile? Then the wait is given more time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from dte_dist.errors import OrderMismatch
+from dte_dist.transport.board import Verdict, late
+from dte_dist.transport.deadline import Deadline
+from dte_dist.transport.places import Place, Places, crossing, wait_for_each_other
+
+if TYPE_CHECKING:
+    from dte_dist.transport.rendezvous import Membership
+    from dte_dist.transport.watch import Watch
+
+__all__ = ["EVERY", "looks", "note_opening", "put_right"]
+
+EVERY: Final = 1.0
+"""Seconds of a wait before the first look, and between two of them."""
+
+_MANY: Final = 128
+"""Ranks of a group from which on looks become fewer: each asks the store about all of them."""
+
+_BENEFIT: Final = 1.0
+"""Seconds that a rank has to say why it closed its connections."""
+
+_log = logging.getLogger(__name__)
+
+_places: dict[int, tuple[str, Place]] = {}
+"""Of the waits of this process that are looked at: the group, and where."""
+
+_opened: dict[str, int] = {}
+"""By group, the number of the last channel that this rank began to open."""
+
+os.register_at_fork(after_in_child=_places.clear)
+
+
+def note_opening(membership: Membership) -> None:
+    """Note that this rank begins to open a channel."""
+    _opened[membership.group] = membership.channel
+
+
+def looks(watch: Watch, is_waiting: Callable[[], bool]) -> Iterator[Verdict]:
+    """Look around while a wait lasts; yield the verdict whenever there is nothing to wait for."""
+    pause = EVERY * max(1.0, watch.membership.size / _MANY)
+    try:
+        while is_waiting():
+            verdict = _look(watch, pause)
+            if verdict is not None and is_waiting():
+                yield verdict
+            time.sleep(pause)
+    finally:
+        if _places.pop(id(watch), None) is not None:
+            _say_places(watch)
+
+
+def _look(watch: Watch, pause: float) -> Verdict | None:
+    """Look around once; may block."""
+    board, rank = watch.board, watch.membership.rank
+    try:
+        if watch.is_opening and not watch.processes:
+            watch.processes = watch.membership.processes()
+        found = board.read()
+        if found is None and not watch.is_ending and (broken := watch.broken()):
+            found = board.decide(put_right(watch, Verdict.of(watch.died(broken), rank)))
+        if id(watch) not in _places:
+            _places[id(watch)] = watch.membership.group, place_of(watch)
+            _say_places(watch)
+        if watch.is_opening and board.busy():
+            watch.postpone(pause)
+        return found or _crossing(watch)
+    except RuntimeError as error:
+        _log.debug("the store cannot be reached: %s", error)
+        broken = set() if watch.is_ending else watch.broken()
+        return Verdict.of(watch.died(broken), rank) if broken else None
+
+
+def _crossing(watch: Watch) -> Verdict | None:
+    """Return a verdict if a rank waits elsewhere for this one, and this one for it; may block."""
+    mine = place_of(watch)
+    others = [place for place in _group(watch).read() if place.rank != mine.rank]
+    for other in others:
+        if wait_for_each_other(mine, other):
+            ranks, what = crossing(mine, other, others)
+            fix = "call the channels of a group in the same order on every rank"
+            if not (mine.call and other.call):
+                fix += ", and pass the module that a channel was opened with, or "
+                fix += "dte_dist.close(module, group) on every rank first"
+            both = tuple(sorted([mine.channel, other.channel]))
+            return _decide_both(watch, Verdict("order", ranks, str(OrderMismatch(what, fix=fix)), both))
+    return None
+
+
+def _decide_both(watch: Watch, mine: Verdict) -> Verdict | None:
+    """Give two channels the same verdict, unless one of them has another one already; may block."""
+    boards = [watch.membership.board_of(channel) for channel in mine.channels]
+    for board in boards:
+        found = board.read()
+        if found is not None and found.kind != "order":
+            return None
+    for board in boards:
+        mine = board.decide(mine)
+    return mine if mine.kind == "order" else None
+
+
+def put_right(watch: Watch, mine: Verdict) -> Verdict:
+    """Return a verdict of this rank as it is to be told, unless another one is there first; may block.
+
+    Connections that have closed may be those of a rank that had waited too long for another one: gloo closes them
+    before the rank can say so. So it gets a moment, unless it has surely died. And of ranks that did not answer,
+    those that say that they wait in the same call do but wait for others.
+    """
+    if mine.kind == "died" and mine.ranks:
+        patience = Deadline(_BENEFIT)
+        while not (patience.passed or watch.board.is_settled() or watch.ended().issuperset(mine.ranks)):
+            time.sleep(_BENEFIT / 20)
+    if mine.kind != "late":
+        return mine
+    here = place_of(watch)
+    places = [place for place in _group(watch).read() if (place.channel, place.call) == (here.channel, here.call)]
+    waiting = {here.rank, *(place.rank for place in places)}
+    missing = set(mine.ranks) - waiting or set(range(watch.membership.size)) - waiting
+    if not missing or missing == set(mine.ranks):
+        return mine
+    return Verdict.of(late(missing, *watch.missed), here.rank)
+
+
+def place_of(watch: Watch) -> Place:
+    """Return where this rank waits."""
+    here, thread, siblings = watch.membership, watch.owner, watch.siblings()
+    mine = [each for each in siblings if _belongs_to(each, thread)]
+    return Place(
+        rank=here.rank,
+        channel=here.channel,
+        name=watch.name,
+        call=watch.calls,
+        calls={each.membership.channel: each.calls for each in mine if not each.is_opening},
+        opened=_opened.get(here.group, 0),
+        is_foreground=watch.runner is thread,
+        is_alone=len(mine) == len(siblings),
+    )
+
+
+def _belongs_to(watch: Watch, thread: threading.Thread) -> bool:
+    """Return whether no other thread is likely to make the next call of a channel.
+
+    All calls came from this one; and if it was only one call, no other thread of the user is there to take over.
+    """
+    if watch.owner is not thread or watch.is_shared:
+        return False
+    others = [other for other in threading.enumerate() if other is not thread]
+    return watch.calls > 1 or all(other.name.startswith("dte_dist") for other in others)
+
+
+def _say_places(watch: Watch) -> None:
+    """Tell the other ranks where the threads of this one wait; may block."""
+    places = [place for group, place in list(_places.values()) if group == watch.membership.group]
+    try:
+        _group(watch).say(watch.membership.rank, places)
+    except RuntimeError as error:
+        _log.debug("the store cannot be reached: %s", error)
+
+
+def _group(watch: Watch) -> Places:
+    return Places(watch.membership.group_store, watch.membership.size)

@@ -1,0 +1,238 @@
+"""How the ranks of a group come together before they have groups of their own: over the store of the user's group.
+
+1. Each rank takes the next channel number of the group (`Membership.join`).
+2. It comes to the roll call of that number (`call_roll`), and waits until all have come. Who does not come is known by name.
+3. They connect (`transport.groups.Wire`). gloo asks the store for the addresses of the others, through a `PatientStore`.
+
+A client of the store answers one question at a time. One that waited in it for a key would keep all other threads of the process from
+the store, those of the user, too. So nothing here waits within the store: it is asked again and again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dte_dist.errors import PeerLost
+from dte_dist.transport.board import GRACE, Board
+from dte_dist.transport.deadline import Deadline, within
+from dte_dist.transport.presence import Process
+
+if TYPE_CHECKING:
+    from dte_dist.transport.watch import Watch
+
+__all__ = ["Group", "Membership", "PatientStore", "call_roll", "group_of"]
+
+Group = dist.ProcessGroup | DeviceMesh
+"""A process group as a caller names it: itself, or a mesh of one dimension."""
+
+_PAUSE: Final = 0.02
+"""Seconds between two questions to the store, at most, in a group of up to 64 ranks."""
+
+
+def group_of(group: Group | None) -> dist.ProcessGroup | None:
+    """Return the process group that a caller means. None is the world; that is None where nothing is
+    initialised.
+
+    Raises:
+        ValueError: it is a mesh of several dimensions, or one that has no group on this rank.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("role", "shard"))
+        >>> group_of(mesh["shard"]) is mesh.get_group("shard")
+        True
+    """
+    if not isinstance(group, DeviceMesh):
+        return dist.group.WORLD if group is None else group
+    if group.ndim != 1:
+        dims = group.mesh_dim_names or range(group.ndim)
+        ways = " or ".join(f"mesh.get_group({dim!r})" for dim in dims)
+        what = f"a mesh of {group.ndim} dimensions has a group for each of them"
+        raise ValueError(f"{what}: pass {ways}, or a group of all its ranks")
+    if group.get_coordinate() is None:
+        raise ValueError("this rank is not in the mesh: call on its ranks only")
+    try:
+        return group.get_group()
+    except RuntimeError as error:
+        raise ValueError(f"the mesh has no process group: {error}; pass the group itself") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """This rank's place in the user's group, for one channel.
+
+    Attributes:
+        rank, size: in the group.
+        global_ranks: of its members, in group order.
+        store: the store of the group, under a prefix that no other channel has.
+        backends: the backends of the user's group by device, such as "cpu:gloo,cuda:nccl".
+        timeout: how long any one wait may take.
+        channel: its number, counted in the group.
+        group: a name that no other group has; the same on all its ranks.
+        root: the store of the group, under a prefix that all channels share.
+    """
+
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+    store: dist.Store
+    backends: str
+    timeout: timedelta
+    channel: int = 0
+    group: str = ""
+    root: dist.Store | None = None
+
+    @classmethod
+    def join(cls, group: Group | None, timeout: timedelta) -> Membership:
+        """Take the next channel number of `group`, leaving out those under which it was given up as late.
+
+        Every member counts for itself. A member that was not there when the others tried to open a channel finds
+        their verdict on the `Board` of that number, and so comes to the number of their next try.
+
+        Raises:
+            ValueError: this rank is not a member of the group, or it is a mesh of several dimensions.
+            PeerLost: the store of the group is gone.
+        """
+        pg = group_of(group)
+        if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
+            raise ValueError(
+                "this rank is not a member of the group: call on the members only (after init_process_group)"
+            )
+        root, counter = dist.PrefixStore("dte_dist", pg.get_group_store()), f"opened_by/{pg.rank()}"
+
+        def take_number() -> tuple[int, str]:
+            number = root.add(counter, 1)
+            while (verdict := Board(dist.PrefixStore(str(number), root), pg.size()).read()) is not None:
+                if verdict.kind != "late" or pg.rank() not in verdict.ranks:
+                    break  # it is raised at the roll call
+                number = root.add(counter, 1)
+            return number, root.compare_set("group", "", secrets.token_hex(8)).decode()
+
+        try:
+            number, name = within(Deadline(timeout.total_seconds()), take_number)
+        except (RuntimeError, TimeoutError) as error:
+            fix = "if the rank that keeps it is gone, form a group of the others, and call again with that group"
+            raise PeerLost("the store of the group cannot be reached", fix=fix) from error
+        ranks = tuple(dist.get_process_group_ranks(pg))
+        store, backends = dist.PrefixStore(str(number), root), str(dist.get_backend_config(pg))
+        return cls(pg.rank(), pg.size(), ranks, store, backends, timeout, number, name, root)
+
+    @property
+    def group_store(self) -> dist.Store:
+        """The store that all channels of the group share."""
+        return self.store if self.root is None else self.root
+
+    def board_of(self, channel: int) -> Board:
+        """Return the board of another channel of the group."""
+        return Board(dist.PrefixStore(str(channel), self.group_store), self.size)
+
+    def processes(self) -> dict[int, Process]:
+        """Return the processes of the ranks that have ever opened a channel of the group; may block."""
+        there = [rank for rank in range(self.size) if self.group_store.check([f"process/{rank}"])]
+        return {rank: Process(**json.loads(self.group_store.get(f"process/{rank}"))) for rank in there}
+
+
+def call_roll(watch: Watch) -> dict[int, int | None]:
+    """Wait until all ranks of the group have come to open a channel, and learn which processes they are.
+
+    Returns:
+        By rank, under which number the modules that it brings have met before; None for a rank whose modules have not.
+
+    Raises:
+        PeerLost: ranks did not come, or there is a verdict on the channel.
+    """
+    mine = watch.membership
+    store, here = dist.PrefixStore("roll", mine.store), json.dumps(asdict(Process.this()))
+    is_off, began = False, time.monotonic()
+
+    def come() -> Sequence[bytes]:
+        if (verdict := watch.board.read()) is not None:
+            watch.board.found = verdict
+            raise RuntimeError("the others came and went")
+        mine.group_store.set(f"process/{mine.rank}", here)
+        store.set(str(mine.rank), json.dumps({"origin": watch.origin, "process": asdict(Process.this())}))
+        if store.add("count", 1) == mine.size:
+            store.set("all", "")
+        _await(store, ["all"], mine.size, lambda: is_off)
+        return store.multi_get([str(rank) for rank in range(mine.size)])
+
+    try:
+        said = {rank: json.loads(note) for rank, note in enumerate(watch.call_aside(mine.timeout, come))}
+    except (RuntimeError, TimeoutError) as error:
+        raise watch.lost(_missing(store, mine), mine.timeout, began, error, verb="come") from error
+    finally:
+        is_off = True
+    watch.processes = {rank: Process(**note["process"]) for rank, note in said.items()}
+    return {rank: note["origin"] for rank, note in said.items()}
+
+
+def _missing(store: dist.Store, mine: Membership) -> list[int]:
+    """Return the ranks that have not come; all others, if the store does not say in time."""
+    others = [rank for rank in range(mine.size) if rank != mine.rank]
+    try:
+        return (
+            within(Deadline(GRACE), lambda: [rank for rank in others if not store.check([str(rank)])])
+            or others
+        )
+    except (RuntimeError, TimeoutError):
+        return others
+
+
+class PatientStore(dist.Store):
+    """A store that asks for keys again and again instead of waiting for them within, until it is stopped.
+
+    Args:
+        store: where the keys are.
+        size: of the group.
+    """
+
+    def __init__(self, store: dist.Store, size: int) -> None:
+        super().__init__()
+        self._store, self._size, self._is_off = store, size, False
+
+    def stop(self) -> None:
+        """Let whoever waits for a key fail."""
+        self._is_off = True
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is there."""
+        _await(self._store, [key], self._size, lambda: self._is_off)
+        return self._store.get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys; for how long is up to who stops it."""
+        _await(self._store, keys, self._size, lambda: self._is_off)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether keys are there."""
+        return self._store.check(list(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        return self._store.add(key, amount)
+
+
+def _await(store: dist.Store, keys: Sequence[str], size: int, is_off: Callable[[], bool]) -> None:
+    """Wait until keys are there.
+
+    Raises:
+        RuntimeError: it was called off.
+    """
+    pause, most = 0.0005, _PAUSE * max(1.0, size / 64)
+    while not store.check(list(keys)):
+        if is_off():
+            raise RuntimeError("nobody waits any more")
+        time.sleep(pause)
+        pause = min(2 * pause, most)

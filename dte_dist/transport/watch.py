@@ -1,0 +1,316 @@
+"""Long waits are watched from another thread, so that they end as soon as it is known that nobody will come.
+
+A wait for a rank is one call into C++. It can neither be cut into slices (gloo takes a wait that was too short
+for a lost peer) nor be told anything. So:
+
+1. Whoever waits notes when it began, which is all that a wait costs that ends soon.
+2. A thread of the process, the clock, wakes up a few times a second while channels are open. A wait of more than
+   a second gets a thread of its own that looks around once a second (`transport.lookout`), until the wait ends.
+3. If the wait is hopeless, the verdict is written on the board, and the connections of the channel are closed:
+   the wait fails at once, here and on the ranks that wait for this one, and all raise the verdict.
+
+While a channel opens, a rank that compiles is waited for: its time does not count. So the end of such a wait is
+up to the clock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+from dte_dist.errors import PeerLost
+from dte_dist.transport import lookout
+from dte_dist.transport.board import Board, Verdict, late, names
+from dte_dist.transport.deadline import Deadline, within
+from dte_dist.transport.presence import Process
+
+if TYPE_CHECKING:
+    from dte_dist.transport.rendezvous import Membership
+
+__all__ = ["Watch"]
+
+_TICK: Final = 0.25
+"""Seconds between two ticks of the clock."""
+
+_PROBED: Final = 64
+"""Connections that a look probes: those to the ranks behind this one, so that each rank is probed by as many."""
+
+_COMPILING: Final = 600.0
+"""Seconds that ranks may compile while a channel opens, in all."""
+
+_TIMED_OUT: Final = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
+"""How gloo, NCCL and the store say that a wait was too long."""
+
+_T = TypeVar("_T")
+
+_watches: dict[int, weakref.ref[Watch]] = {}
+"""Of the channels of this process that are open, or opening."""
+
+_raised: set[str] = set()
+"""Tokens of the verdicts that this process has raised."""
+
+_starting = threading.Lock()
+_clock: threading.Thread | None = None
+
+os.register_at_fork(after_in_child=_watches.clear)  # the channels are the parent's
+
+
+class Watched(Protocol):
+    """What a watch needs of the groups of a channel (`transport.groups.Wire`)."""
+
+    def kill(self) -> None:
+        """Close all connections."""
+
+    def closed(self, ranks: Iterable[int]) -> set[int]:
+        """Return which of these ranks have closed their connection."""
+
+
+class Watch:
+    """The waits of a channel on this rank.
+
+    Args:
+        membership: of this rank.
+        name: of the channel, as the user calls it.
+
+    Attributes:
+        membership, name, board: of the channel.
+        processes: of the other ranks, as far as known.
+        origin: number under which the modules of the channel first met.
+        calls: how many calls of the channel this rank has made.
+        owner: the thread of the user that made the last one.
+        is_shared: not all of them came from the same thread.
+        runner: the thread that runs the present one, perhaps in the background.
+        is_opening: the channel is not open yet.
+        is_ending: of the present call only the last exchange is left. A rank that has it all may end.
+        since: when the present wait began; None between waits.
+        missed: what ranks did not do within how many seconds, where a wait was too long.
+    """
+
+    def __init__(self, membership: Membership, name: str | None = None) -> None:
+        self.membership, self.name = membership, name
+        self.board = Board(membership.store, membership.size)
+        self.processes: Mapping[int, Process] = {}
+        self.origin: int | None = None
+        self.calls = 0
+        self.owner = self.runner = threading.current_thread()
+        self.is_shared = self.is_opening = self.is_ending = False
+        self.since: float | None = None
+        self.missed = "answer", 0.0
+        self._wires: list[weakref.ref[Watched]] = []
+        self._deadline: Deadline | None = None
+        self._is_overdue = self._is_looked_at = False
+        self._compiling = _COMPILING
+
+    # The channel -----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin to open: long waits are watched from now on."""
+        self.is_opening, key = True, id(self)
+        lookout.note_opening(self.membership)
+        _watches[key] = weakref.ref(self, lambda _: _watches.pop(key, None))
+        _start_clock()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        _watches.pop(id(self), None)
+
+    def add(self, wire: Watched) -> None:
+        """Add a group of the channel."""
+        self._wires.append(weakref.ref(wire))
+
+    def call(self) -> None:
+        """Count a call of the channel; in the thread of the user that makes it."""
+        thread = threading.current_thread()
+        self.is_shared = self.is_shared or self.owner is not thread
+        self.owner, self.calls = thread, self.calls + 1
+
+    def __enter__(self) -> Watch:
+        """Begin to meet the other ranks, perhaps in the background."""
+        self.runner, self.is_ending = threading.current_thread(), False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Have met them, or not."""
+
+    def siblings(self) -> list[Watch]:
+        """Return the watches of all channels that this rank has over the group."""
+        watches = [watch for reference in list(_watches.values()) if (watch := reference()) is not None]
+        return [watch for watch in watches if watch.membership.group == self.membership.group]
+
+    @contextmanager
+    def compiling(self) -> Iterator[Callable[[], None]]:
+        """Give something to call once this rank begins to compile: others do not count the time until the end."""
+        said: list[bool] = []
+
+        def say() -> None:
+            if not said:
+                said.append(True)
+                self.board.say_busy(self.membership.rank, True)
+
+        try:
+            yield say
+        finally:
+            if said:
+                self.board.say_busy(self.membership.rank, False)
+
+    # A wait ----------------------------------------------------------------------------------------------------
+
+    def begin(self, timeout: timedelta) -> timedelta:
+        """Begin a wait of so long; return when it must end by itself, should the clock not end it."""
+        self._is_overdue, self.board.until = False, None
+        if self.is_opening:
+            self._deadline = Deadline(timeout.total_seconds())
+            timeout += timedelta(seconds=2 * _COMPILING)
+        self.since = time.monotonic()
+        return timeout
+
+    def end(self) -> None:
+        """End a wait, well or not."""
+        self.since = self._deadline = None
+
+    def call_aside(self, timeout: timedelta, call: Callable[[], _T]) -> _T:
+        """Call something that waits for other ranks, and may block for ever, in a thread of its own.
+
+        Raises:
+            TimeoutError: it has not returned in time, or there is a verdict; the thread is left behind.
+        """
+        self.begin(timeout)
+        deadline = self._deadline = self._deadline or Deadline(timeout.total_seconds())
+        try:
+            return within(deadline, call, stop=lambda: self.board.found is not None)
+        finally:
+            self._is_overdue = deadline.passed
+            self.end()
+
+    def lost(
+        self, ranks: Iterable[int], timeout: timedelta, began: float, error: BaseException, *, verb: str = "answer"
+    ) -> PeerLost:
+        """Return what is raised where a wait has failed, and note how long the store may be asked about it.
+
+        Args:
+            ranks: that were waited for.
+            timeout, began: of the wait.
+            error: how it failed.
+            verb: for what ranks did not do in time.
+        """
+        seconds, waited = timeout.total_seconds(), time.monotonic() - began
+        self.missed, self.board.until = (verb, seconds), Deadline(seconds - waited)
+        if self.board.found is not None:
+            return PeerLost(self.board.found.text)
+        if self._is_overdue or waited >= seconds or _TIMED_OUT.search(str(error)):
+            return late(ranks, verb, seconds)
+        return self.died(self.broken() or ranks)
+
+    def settle(self, error: BaseException) -> Verdict:
+        """Return why the channel ends, as all say it: because of `error`, unless another rank came first."""
+        mine = Verdict.of(error, self.membership.rank)
+        return self.board.settle(mine, lambda: self.board.decide(lookout.put_right(self, mine)))
+
+    def ends_here(self, verdict: Verdict) -> bool:
+        """Return whether a rank that had not begun the call has to raise a verdict, too.
+
+        It has not if the others gave it up because it was late, or if it has raised the verdict before: all it has
+        to do is to meet them in a new channel.
+        """
+        is_meant = verdict.kind == "late" and self.membership.rank in verdict.ranks
+        return verdict.kind != "left" and not is_meant and verdict.token not in _raised
+
+    def raised(self, verdict: Verdict) -> Verdict:
+        """Note that this process raises a verdict, and return it.
+
+        It need not raise it again in the other channel that the verdict is about, and must not use that one: its
+        other ranks need not have heard of it yet.
+        """
+        _raised.add(verdict.token)
+        for watch in self.siblings():
+            if watch is not self and watch.membership.channel in verdict.channels:
+                watch.board.found = watch.board.found or verdict
+                watch.kill()
+        return verdict
+
+    def ended(self) -> set[int]:
+        """Return the ranks whose processes are known to have ended."""
+        mine = self.membership.rank
+        return {rank for rank, process in self.processes.items() if rank != mine and process.is_dead()}
+
+    def broken(self) -> set[int]:
+        """Return the ranks whose connections have closed, and those whose processes are known to have ended."""
+        size, rank = self.membership.size, self.membership.rank
+        behind = [(rank + step) % size for step in range(1, min(size, _PROBED + 1))]
+        return self.ended().union(*(wire.closed(behind) for wire in self._alive()))
+
+    def died(self, ranks: Iterable[int]) -> PeerLost:
+        """Return the error of ranks that are gone."""
+        gone = tuple(sorted(ranks))
+        one, several = "its connection closed", "their connections closed"
+        if self.ended().issuperset(gone):
+            one, several = "its process has ended", "their processes have ended"
+        fix = "start what died again or form a group of the survivors, and call again with that group"
+        return PeerLost(f"{names(gone)} died ({one if len(gone) == 1 else several})", lost=gone, fix=fix)
+
+    def kill(self) -> None:
+        """Close the connections of the channel: whoever waits on them fails, here and on other ranks."""
+        for wire in self._alive():
+            wire.kill()
+
+    def _alive(self) -> list[Watched]:
+        return [wire for reference in self._wires if (wire := reference()) is not None]
+
+    # From other threads ----------------------------------------------------------------------------------------
+
+    def postpone(self, seconds: float) -> None:
+        """Give the present wait of an opening more time, within bounds."""
+        if (deadline := self._deadline) is not None and self._compiling > 0:
+            self._compiling -= seconds
+            deadline.postpone(seconds)
+
+    def tick(self) -> None:
+        """End the present wait if its time is up, and have it looked at if it is long."""
+        since, deadline = self.since, self._deadline
+        if since is None:
+            return
+        if deadline is not None and deadline.passed:
+            self._is_overdue = True
+            self.kill()
+        elif not self._is_looked_at and time.monotonic() - since >= lookout.EVERY - _TICK:
+            self._is_looked_at = True
+            threading.Thread(target=self._look_on, args=(since,), name="dte_dist lookout", daemon=True).start()
+
+    def _look_on(self, since: float) -> None:
+        """Look around until a wait ends, or has to."""
+        try:
+            for verdict in lookout.looks(self, lambda: self.since == since):
+                self.board.found = verdict
+                self.kill()
+        finally:
+            self._is_looked_at = False
+
+
+def _start_clock() -> None:
+    global _clock  # noqa: PLW0603
+    with _starting:
+        if _clock is None or not _clock.is_alive():  # it is not alive in a forked child
+            _clock = threading.Thread(target=_tick, name="dte_dist clock", daemon=True)
+            _clock.start()
+
+
+def _tick() -> None:
+    """Run the clock while there are watches."""
+    global _clock  # noqa: PLW0603
+    while True:
+        time.sleep(_TICK)
+        for reference in list(_watches.values()):
+            if (watch := reference()) is not None:
+                watch.tick()
+            del watch
+        with _starting:
+            if not _watches:
+                _clock = None
+                return
