@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from dte_dist.errors import ChannelClosed, FrameError, LayoutMismatch, PeerLost, VersionGap
-from dte_dist.transport.groups import LossBoard, Membership, Wire
+from dte_dist.transport.groups import Membership, Wire
 from dte_dist.transport.together import Agreed, agreed, end_together, error_of, forget_frames, or_error, raise_if_any, raise_together
+from dte_dist.transport.watch import Watch
 
 MEMBERS = (1, 2, 4)
 SIZE = 5
@@ -85,6 +86,13 @@ def test_an_error_of_any_kind_is_agreed_and_the_ranks_stay_in_step(error: Except
     assert [row.tolist() for row in rows] == [[[1], [2], [4]]] * len(MEMBERS)
 
 
+def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
+    errors = on_wires(lambda wire: marked(lambda: raise_if_any(wire, VersionGap("lost one"))))
+    assert facts(errors) == {(VersionGap, "lost one")} and all(isinstance(error.__cause__, VersionGap) for error in errors)
+    errors = on_wires(lambda wire: marked(lambda: raise_if_any(wire, VersionGap(f"lost {wire.rank}"))))
+    assert facts(errors) == {(VersionGap, "lost 1 (raised on rank 1, 2, 4 of the group)")}
+
+
 def test_ranks_that_do_not_say_how_they_failed_are_an_error_on_all() -> None:
     errors = on_wires(lambda wire: marked(lambda: raise_together(wire, None)))
     ((kind, text),) = facts(errors)
@@ -119,31 +127,43 @@ def closed(ranks: Sequence[int]) -> ChannelClosed:
     return ChannelClosed("somebody closed it", ranks=ranks)
 
 
+def watches(ranks: Sequence[int]) -> list[Watch]:
+    return [Watch(mine) for mine in memberships(ranks)]
+
+
 def test_survivors_raise_the_text_of_the_first_and_each_knows_its_own_reason() -> None:
-    boards = [LossBoard(mine) for mine in memberships([0, 1, 2])]
+    each = watches([0, 1, 2])
     why: list[str] = []
-    failed = end_together(OSError("no memory"), boards[0], why.append, rank=0)
-    lost = [end_together(PeerLost(f"no answer on {rank}"), boards[rank], why.append, rank=rank, left=closed) for rank in (1, 2)]
+    failed = end_together(OSError("no memory"), each[0], why.append)
+    lost = [end_together(PeerLost(f"no answer on {rank}"), each[rank], why.append, left=closed) for rank in (1, 2)]
     assert facts([failed, *lost]) == {(PeerLost, "rank 0 failed: OSError: no memory")}
     assert why == ["OSError in an earlier call: no memory", *(f"PeerLost in an earlier call: no answer on {rank}" for rank in (1, 2))]
 
 
-def test_a_rank_that_fails_tells_why_before_it_drops_its_groups_and_one_that_lost_a_peer_drops_them_first() -> None:
-    board, other = (LossBoard(mine) for mine in memberships([0, 1]))
+@pytest.mark.parametrize("error", [OSError("no memory"), PeerLost("no answer"), KeyboardInterrupt()], ids=repr)
+def test_a_rank_tells_why_before_it_drops_its_groups(error: BaseException) -> None:
+    watch, other = watches([0, 1])
     seen: list[str] = []
-    end_together(OSError("no memory"), board, lambda why: seen.append(other.agree("mine")), rank=0)
-    assert seen == ["rank 0 failed: OSError: no memory"]
-    board, other = (LossBoard(mine) for mine in memberships([0, 1]))
-    told = end_together(PeerLost("no answer"), board, lambda why: seen.append(other.agree("mine")), rank=0)
-    assert seen[1:] == ["mine"] and str(told) == "mine"
+    told = end_together(error, watch, lambda why: seen.append(other.settle(PeerLost("mine")).text))
+    assert seen == [str(told)] and str(told) != "mine"
 
 
 @pytest.mark.parametrize("left", [None, closed])
-def test_ranks_that_closed_on_purpose_are_told_from_lost_ones_where_that_is_asked(left: Any) -> None:
-    board, other = (LossBoard(mine) for mine in memberships([0, 3]))
-    other.leave()
-    told = end_together(PeerLost("no answer"), board, lambda why: None, rank=0, left=left)
-    assert (type(told), str(told)) == ((PeerLost, "no answer") if left is None else (ChannelClosed, str(closed([3]))))
+def test_ranks_that_closed_on_purpose_are_told_from_lost_ones(left: Any) -> None:
+    watch, other = watches([0, 3])
+    other.board.leave(3)
+    told = end_together(PeerLost("no answer"), watch, lambda why: None, left=left)
+    assert (type(told), str(told)) == ((PeerLost, "rank 3 closed the channel") if left is None else (ChannelClosed, str(closed([3]))))
+
+
+def test_a_lost_peer_says_who_is_lost_and_so_do_the_others() -> None:
+    watch, other = watches([0, 1])
+    errors = [
+        end_together(PeerLost("ranks 2 and 4 did not answer", lost=[2, 4], late=True), watch, lambda why: None),
+        end_together(PeerLost("rank 0 died", lost=[0]), other, lambda why: None),
+    ]
+    assert [(error.lost, error.late) for error in errors if isinstance(error, PeerLost)] == [((2, 4), True)] * 2
+    assert facts(errors) == {(PeerLost, "ranks 2 and 4 did not answer")}
 
 
 class Operation:

@@ -1,0 +1,344 @@
+"""Distributed tier, four ranks over gloo: who waits for whom, for how long, and what they are told.
+
+Ranks die, stop, come late, fail while a channel opens, or compile. Where the timeout is `LONG`, an end within
+`SOON` shows that nobody waited for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import dte_dist
+from dte_dist import kernels
+from dte_dist.collectives import agreement, opening
+from dte_dist.errors import PeerLost
+from dte_dist.transport.groups import Wire
+from dte_dist.transport.relay import Relay
+from tests.distributed.launcher import Outcome, Ranks
+from tests.distributed.tools import facts, model, nudge, prints, same, sync
+
+LONG, SOON, SHORT = 60.0, 25.0, 3.0
+STATE: dict[str, Any] = {}
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def told(call: Callable[[], Any]) -> tuple[str, str, tuple[int, ...], float]:
+    """Class and text of what a call raises, the ranks that it names, and the seconds until then."""
+    begin = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        took = time.monotonic() - begin
+        return type(error).__name__, str(error), getattr(error, "lost", ()), took
+    return "", "", (), time.monotonic() - begin
+
+
+def agreed_text(values: Sequence[Any], *, within: float = SOON) -> tuple[str, str, tuple[int, ...]]:
+    """Return class, text and ranks that all were told; they were told in time, and in words of their own."""
+    name, text, lost = same([tuple(each[:3]) for each in values])
+    assert all(took < within for *_, took in values), values
+    assert not re.search(r"gloo/|\.cc|\[/|Gloo|127\.0|[^\x00-\x7f]", text), text
+    return name, text, lost
+
+
+@contextmanager
+def patched(place: Any, name: str, replacement: Any, here: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr(place, name, replacement)
+        yield
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def begin(rank: int, world: int, timeout: float = LONG) -> int:
+    STATE["module"] = model(rank)
+    sync(STATE["module"], timeout=timeout)
+    return os.getpid()
+
+
+def go(rank: int, world: int, timeout: float = LONG) -> Any:
+    return told(lambda: sync(STATE["module"], timeout=timeout))
+
+
+def go_anew(rank: int, world: int, timeout: float = LONG) -> Any:
+    return told(lambda: sync(model(rank), timeout=timeout))
+
+
+def survivors(outcomes: Sequence[Outcome], gone: Sequence[int]) -> list[Any]:
+    assert all(outcomes[rank].died for rank in gone)
+    return [outcome.value for rank, outcome in enumerate(outcomes) if rank not in gone]
+
+
+# Errors while a channel opens --------------------------------------------------------------------------------------------
+
+PLACES = {
+    "before the roll call": (opening._Opening, "_describe"),
+    "at the roll call": (opening, "call_roll"),
+    "in the middle of agreeing": (agreement, "_share"),
+    "while it plans": (agreement, "_plan"),
+    "while it connects": (Wire, "_connect"),
+    "while it makes groups for data": (opening._Opening, "_groups"),
+    "while it builds": (opening._Opening, "_build"),
+    "at the end": (opening, "_refuse_other_plan"),
+}
+
+
+def fails_in_opening(rank: int, world: int, where: str, error: BaseException) -> Any:
+    place, name = PLACES[where]
+    module = model(rank)
+    with patched(place, name, raising(error), rank == 2):
+        first = told(lambda: sync(module, timeout=LONG))
+    return first, facts(sync(module, timeout=LONG))[:4], prints(module)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_exception_of_one_rank_while_a_channel_opens_is_one_error_of_the_family_on_all(
+    lasting: Ranks, where: str
+) -> None:
+    found = lasting.run(fails_in_opening, where, MemoryError("no room"))
+    name, text, _ = agreed_text([first for first, *_ in found])
+    assert issubclass(getattr(dte_dist, name), dte_dist.DeltaError)
+    assert "MemoryError: no room" in text and "rank 2" in text
+    assert same([rest for _, *rest in found])[0] == (1, None, "full", "first sync")
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_interrupt_of_one_rank_while_a_channel_opens_is_told_to_the_others_at_once(
+    lasting: Ranks, where: str
+) -> None:
+    found = lasting.run(fails_in_opening, where, KeyboardInterrupt())
+    interrupted, others = found[2][0], [found[rank][0] for rank in (0, 1, 3)]
+    assert interrupted[0] == "KeyboardInterrupt"
+    assert agreed_text(others)[:2] == ("PeerLost", "rank 2 failed: KeyboardInterrupt")
+    assert same([rest for _, *rest in found])[0] == (1, None, "full", "first sync")
+
+
+def interrupted_in_a_sync(rank: int, world: int) -> Any:
+    module = model(rank)
+    sync(module, timeout=LONG)
+    if rank == 0:
+        nudge(module, "0.weight", 3)
+    with patched(Relay, "move", raising(KeyboardInterrupt()), rank == 1):
+        first = told(lambda: sync(module, timeout=LONG))
+    return first, facts(sync(module, timeout=LONG))[:5], prints(module)
+
+
+def test_an_interrupt_in_the_middle_of_a_sync_is_told_to_the_others_at_once(lasting: Ranks) -> None:
+    found = lasting.run(interrupted_in_a_sync)
+    assert found[1][0][0] == "KeyboardInterrupt"
+    name, text, _ = agreed_text([found[rank][0] for rank in (0, 2, 3)])
+    assert (name, text) == ("PeerLost", "rank 1 failed: KeyboardInterrupt")
+    assert same([rest for _, *rest in found])[0] == (2, 1, "delta", "", 3)
+
+
+# Deaths ------------------------------------------------------------------------------------------------------------------
+
+
+def wait_for(flag: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not flag.exists():
+        assert time.monotonic() < deadline, "the victim never came to its place"
+        time.sleep(0.01)
+
+
+def stops_in_opening(rank: int, world: int, where: str, flag: str) -> Any:
+    def stop(*_: Any, **__: Any) -> Any:
+        Path(flag).touch()
+        threading.Event().wait()
+
+    place, name = PLACES[where]
+    if rank == 2:
+        setattr(place, name, stop)  # for good: this rank will be killed
+    return told(lambda: sync(model(rank), timeout=LONG))
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_rank_that_dies_while_a_channel_opens_is_named_soon(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    ranks.run(begin)  # so that it is known which processes the ranks are
+    ranks.start(stops_in_opening, where, str(tmp_path / "flag"))
+    wait_for(tmp_path / "flag")
+    begun = time.monotonic()
+    ranks.kill(2)
+    others = survivors(ranks.finish(), [2])
+    assert time.monotonic() - begun < SOON
+    name, text, lost = agreed_text(others, within=LONG)
+    assert name == "PeerLost" and text.startswith("rank 2 died (its ") and lost == (2,)
+
+
+@pytest.mark.parametrize("program", [go, go_anew], ids=["a sync", "an opening"])
+def test_two_dead_ranks_are_both_named_and_nobody_else_is(ranks: Ranks, program: Any) -> None:
+    ranks.run(begin)
+    ranks.kill(1)
+    ranks.kill(3)
+    ranks.start(program)
+    name, text, lost = agreed_text(survivors(ranks.finish(), [1, 3]))
+    assert name == "PeerLost" and text.startswith("ranks 1 and 3 died (their ") and lost == (1, 3)
+
+
+def test_a_dead_rank_is_noticed_by_ranks_that_wait_for_a_late_one(ranks: Ranks) -> None:
+    pids = ranks.run(begin)
+    os.kill(pids[1], signal.SIGSTOP)
+    ranks.start(go)
+    time.sleep(2)
+    ranks.kill(3)
+    found = [outcome.value for outcome in ranks._collect([0, 2], LONG)]
+    name, text, lost = agreed_text(found)
+    assert name == "PeerLost" and text.startswith("rank 3 died") and lost == (3,)
+
+
+# Patience ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [[1], [1, 3]], ids=str)
+def test_ranks_that_do_not_answer_are_named_after_the_timeout(ranks: Ranks, late: list[int]) -> None:
+    pids = ranks.run(begin, SHORT)
+    for rank in late:
+        os.kill(pids[rank], signal.SIGSTOP)
+    ranks.start(go, SHORT)
+    awake = [rank for rank in range(4) if rank not in late]
+    name, text, lost = agreed_text([outcome.value for outcome in ranks._collect(awake, LONG)])
+    who = "rank 1" if late == [1] else "ranks 1 and 3"
+    assert name == "PeerLost" and text.startswith(f"{who} did not answer within 3 s") and lost == tuple(late)
+
+
+def stay_away(rank: int, world: int, who: Sequence[int]) -> Any:
+    if rank in who:
+        dist.barrier()
+        return None
+    found = told(lambda: sync(model(rank), timeout=SHORT))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("away", [[2], [0, 2]], ids=str)
+def test_ranks_that_do_not_come_to_an_opening_are_named(lasting: Ranks, away: list[int]) -> None:
+    found = lasting.run(stay_away, away)
+    name, text, lost = agreed_text([each for each in found if each is not None])
+    who = "rank 2" if away == [2] else "ranks 0 and 2"
+    assert name == "PeerLost" and text.startswith(f"{who} did not come within 3 s") and lost == tuple(away)
+
+
+def store_on_rank_0(rank: int, world: int) -> int:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store is not None else 0]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    store = store or dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return begin(rank, world, 4.0)
+
+
+@pytest.mark.parametrize("program", [go, go_anew], ids=["a sync", "an opening"])
+def test_the_timeout_bounds_the_questions_to_a_store_that_hangs(ranks: Ranks, program: Any) -> None:
+    pids = ranks.run(store_on_rank_0)
+    os.kill(pids[0], signal.SIGSTOP)
+    ranks.start(program, 4.0)
+    found = [outcome.value for outcome in ranks._collect([1, 2, 3], LONG)]
+    os.kill(pids[0], signal.SIGCONT)
+    assert {name for name, *_ in found} == {"PeerLost"}
+    assert all(took < 4 + 4 for *_, took in found), found
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def compiles_for_long(rank: int, world: int, where: int, says: bool) -> Any:
+    """Rank 1 takes longer to compile than anybody has patience: when it describes itself, or when it builds."""
+    warm, calls = kernels.warm, []
+
+    def slowly(widths: Any, say: Any) -> None:
+        calls.append(widths)
+        if len(calls) == where:
+            if says:
+                say()
+            time.sleep(3 * SHORT)
+        warm(widths, say)
+
+    module = model(rank)
+    with patched(kernels, "warm", slowly, rank == 1):
+        return told(lambda: sync(module, timeout=SHORT))
+
+
+@pytest.mark.parametrize("where", [1, 2], ids=["before it comes", "when it is there"])
+def test_a_rank_that_compiles_is_waited_for(lasting: Ranks, where: int) -> None:
+    found = lasting.run(compiles_for_long, where, True)
+    assert [name for name, *_ in found] == [""] * 4, found
+    found = lasting.run(compiles_for_long, where, False)
+    assert {name for rank, (name, *_) in enumerate(found) if rank != 1} == {"PeerLost"}
+
+
+# Late ranks --------------------------------------------------------------------------------------------------------------
+
+
+def comes_late(rank: int, world: int, lateness: float, is_open: bool, background: bool) -> Any:
+    """All but rank 1 try until it works; rank 1 calls once, late, or again if its call was in the background."""
+    module = model(rank)
+    if is_open:
+        sync(module, timeout=SHORT)
+    if rank == 0:
+        nudge(module, "0.weight", 3)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(lateness)
+    errors, report = [], None
+    while report is None and len(errors) < 10:
+        try:
+            call = sync(module, timeout=SHORT, async_op=background)
+            report = call.wait() if background else call
+        except PeerLost as lost:
+            errors.append((str(lost), lost.lost, lost.late))
+    return errors, facts(report)[:5], prints(module)
+
+
+@pytest.mark.parametrize("lateness", [SHORT - 0.5, SHORT, SHORT + 0.5, 2 * SHORT, 3 * SHORT + 1])
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "opening"])
+def test_the_call_of_a_late_rank_meets_the_next_try_of_the_others(
+    lasting: Ranks, lateness: float, is_open: bool
+) -> None:
+    found = lasting.run(comes_late, lateness, is_open, False)
+    errors, _ = same([(found[rank][0], None) for rank in (0, 2, 3)])
+    assert found[1][0] == []
+    assert all(lost == (1,) and late and text.startswith("rank 1 did not") for text, lost, late in errors)
+    report, _ = same([rest for _, *rest in found])
+    assert report == ((2, 1, "delta", "", 3) if is_open else (1, None, "full", "first sync", report[4]))
+
+
+def test_a_late_rank_in_the_background_is_told_so_and_meets_the_others_at_its_next_call(lasting: Ranks) -> None:
+    found = lasting.run(comes_late, SHORT + 1, True, True)
+    assert "rank 1 did not answer" in found[1][0][0][0]
+    assert same([rest for _, *rest in found])[0] == (2, 1, "delta", "", 3)
