@@ -971,7 +971,8 @@ def test_a_channel_closed_on_one_rank_only_opens_again_on_all_and_seeds_that_ran
 
 def forgotten(rank: int, world: int, kind: str) -> Any:
     trainers = DeviceMesh("cpu", [0, 1])
-    target: Any = Layout.from_tensors({"w": torch.zeros(3)}) if kind == "layout" else model(0)
+    held = torch.zeros(3)
+    target: Any = Layout.from_tensors({"w": held}) if kind == "layout" else model(0)
     if kind == "fsdp2" and rank < 2:
         fully_shard(target[0], mesh=trainers)
         fully_shard(target, mesh=trainers)
