@@ -155,8 +155,8 @@ def test_two_modules_in_opposite_orders_do_not_wait_for_each_other(layer: nn.Mod
             with exclusive(*modules):
                 inside.stay()
 
-    orders = ((layer, other), (other, layer), (layer, other), (other, None, layer))
-    assert ends(*[in_thread(lambda modules=modules: calls(*modules)) for modules in orders])
+    orders = (layer, other), (other, layer), (layer, other), (other, None, layer)
+    assert ends(*[in_thread(lambda order=order: calls(*order)) for order in orders])
     assert inside.most == 1 and len(inside.order) == 400
 
 
@@ -228,9 +228,24 @@ def test_a_call_of_a_signal_handler_while_its_thread_waits_is_refused_at_once(la
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, Interrupt, GeneratorExit])
 def test_whatever_ends_a_call_ends_its_turn(layer: nn.Module, other: Any, error: type[BaseException]) -> None:
-    with pytest.raises(error), exclusive(layer, other):
+    """Also while the error, and with it what it came through, is kept."""
+    with pytest.raises(error) as kept, exclusive(layer, other):
         raise error
-    assert is_free(layer) and is_free(other)
+    assert is_free(layer) and is_free(other) and kept.tb is not None
+
+
+def test_who_waits_comes_to_its_turn_at_once(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when it next looks whether anybody is there."""
+    monkeypatch.setattr(module, "_LOOK", 4 * SOON)
+    holder, entered = Holder(layer), threading.Event()
+
+    def wait() -> None:
+        with exclusive(layer):
+            entered.set()
+
+    thread = in_thread(wait)
+    assert not entered.wait(0.2)
+    assert holder.let_go() and entered.wait(SOON) and ends(thread)
 
 
 # Interrupts --------------------------------------------------------------------------------------------------------------

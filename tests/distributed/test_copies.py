@@ -1,0 +1,553 @@
+"""Distributed tier, four ranks over gloo: who else writes to a receiver's copy, and when; which of it is noticed, and what becomes of it.
+
+Rank 0 is the source unless the test says otherwise. A copy that was written to is seeded, alone, and the report says why; a copy that
+nobody wrote to is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dte_dist
+from dte_dist import Layout
+from dte_dist.collectives.sync import Sync
+from dte_dist.patch import StagedPatch
+from tests.distributed.launcher import Ranks
+from tests.distributed.tools import Rows, caught, digest, facts, model, nudge, parts_of, prints, same, sync
+
+WRITTEN = "its weights were written to by others"
+INVALIDATED = "dte_dist.invalidate was called for it"
+OTHER_CHANNEL = "another channel wrote to its weights"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def why(report: dte_dist.SyncReport) -> tuple[Any, ...]:
+    """What a report says of seeds."""
+    return report.version, report.base_version, report.kind, report.reason, report.seeded
+
+
+# Another thread ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def another_thread(write: Callable[[], object], place: Any, name: str, *, after: bool) -> Iterator[None]:
+    """Let another thread write before, or after, the first call of a method that this rank makes."""
+    original, go, done = getattr(place, name), threading.Event(), threading.Event()
+
+    def writer() -> None:
+        go.wait(60)
+        write()
+        done.set()
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs) if after else None
+        go.set()
+        assert done.wait(60)
+        return result if after else original(*args, **kwargs)
+
+    thread = threading.Thread(target=writer)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, name, method)
+        yield
+    thread.join()
+
+
+MOMENTS: dict[str, tuple[Any, str, bool]] = {
+    "while it waits for a source": (Sync, "_exchange", False),
+    "after the vote": (StagedPatch, "apply", False),
+    "when all is written": (StagedPatch, "apply", True),
+}
+
+
+def disturbed(rank: int, world: int, moment: str, background: bool, how: str) -> Any:
+    module, seen = model(rank), []
+
+    @torch.no_grad()
+    def write() -> None:
+        weight = module[2].weight
+        if how == "memory":
+            weight.data = torch.full_like(weight, 7.0)
+        else:
+            weight.view(-1)[-2:] = 123.0 if how == "bits" else weight.view(-1)[-2:].clone()
+
+    for step in range(5):
+        if rank == 0:
+            nudge(module, "0.weight", step + 1)
+            nudge(module, "2.weight", 1)
+        place, name, after = MOMENTS[moment]
+        reports: list[Any] = []
+
+        def call(found: list[Any] = reports) -> None:
+            found.append(sync(module, async_op=True).wait() if background else sync(module))
+
+        if rank == 2 and step == 2:
+            with another_thread(write, place, name, after=after):
+                error = caught(call)
+        else:
+            error = caught(call)
+        seen.append((why(reports[0]) if reports else error, prints(module) if rank != 2 or not error[0] else None))
+    return seen
+
+
+@pytest.mark.parametrize("how", ["bits", "the same bits", "memory"])
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_another_thread_writes_while_a_receiver_waits_and_the_same_sync_seeds_it(ranks: Ranks, background: bool, how: str) -> None:
+    found = same(ranks.run(disturbed, "while it waits for a source", background, how))
+    assert [report for report, _ in found[1:]] == [
+        (2, 1, "delta", "", ()), (3, 2, "delta", f"rank 2 seeded: {WRITTEN}", (2,)), (4, 3, "delta", "", ()), (5, 4, "delta", "", ()),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["bits", "the same bits", "memory"])
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("moment", ["after the vote", "when all is written"])
+def test_another_thread_writes_while_a_receiver_writes_and_the_next_sync_seeds_it(
+    ranks: Ranks, moment: str, background: bool, how: str
+) -> None:
+    if (moment, how) == ("after the vote", "memory"):
+        moment = "when all is written"  # memory that leaves in the middle of a write is the caller's to keep
+    seen = ranks.run(disturbed, moment, background, how)
+    _, second, (name, text), fourth, fifth = same([[report for report, _ in found] for found in seen])
+    assert second == (2, 1, "delta", "", ())
+    assert name == "ApplyFailed" and "rank 2 of the group" in text and "somebody else wrote" in text and "2.weight" in text
+    assert fourth == (4, 3, "delta", f"rank 2 seeded: {WRITTEN}", (2,)) and fifth == (5, 4, "delta", "", ())
+    same([found[2][1] for rank, found in enumerate(seen) if rank != 2])
+    same([[bits for _, bits in found[3:]] for found in seen])
+
+
+def all_disturbed(rank: int, world: int) -> Any:
+    """Every receiver is written to while it waits: nobody follows."""
+    module, seen = model(rank), []
+    for step in range(4):
+        if rank == 0:
+            nudge(module, "0.weight", step + 1)
+        if rank and step == 2:
+            with another_thread(lambda: nudge(module, "2.weight", 1), Sync, "_exchange", after=False):
+                seen.append(why(sync(module)))
+        else:
+            seen.append(why(sync(module)))
+    return seen, prints(module)
+
+
+def test_where_all_receivers_are_written_to_while_they_wait_all_are_seeded(ranks: Ranks) -> None:
+    reports, _ = same(ranks.run(all_disturbed))
+    reason = "; ".join(f"rank {rank} seeded: {WRITTEN}" for rank in (1, 2, 3))
+    assert reports[1:] == [(2, 1, "delta", "", ()), (3, 2, "full", reason, (1, 2, 3)), (4, 3, "delta", "", ())]
+
+
+def before_a_first_sync(rank: int, world: int) -> Any:
+    """What is written to a copy before its first seed comes is overwritten, and no error."""
+    module = model(rank)
+    if rank == 2:
+        module[2].weight.data = torch.zeros(3, 8)
+        with another_thread(lambda: setattr(module[2].weight, "data", torch.ones(3, 8)), Sync, "_exchange", after=False):
+            first = why(sync(module))
+    else:
+        first = why(sync(module))
+    bits = prints(module)
+    return first, why(sync(module)), bits, prints(module)
+
+
+def test_a_copy_that_changes_before_its_first_seed_comes_is_seeded_where_it_is_then(ranks: Ranks) -> None:
+    first, second, before, after = same(ranks.run(before_a_first_sync))
+    assert first[:4] == (1, None, "full", "first sync") and second == (2, 1, "delta", "", ()) and before == after
+
+
+# Between two syncs -------------------------------------------------------------------------------------------------------
+
+
+def reloaded(rank: int, world: int, grown: bool) -> Any:
+    """A rollout model that was made in inference mode is loaded again between two syncs."""
+    checkpoint = {name: tensor.clone() for name, tensor in model(77).state_dict().items()}
+    with torch.inference_mode(rank == 2):
+        module, seen = model(rank), []
+    frozen = module[0].weight.is_inference()
+    for step in range(5):
+        if rank == 0:
+            nudge(module, "0.weight", step + 1)
+        if rank == 2 and step == 2:
+            with torch.inference_mode():
+                module.load_state_dict(checkpoint)
+        with torch.inference_mode(grown and rank == 2):
+            seen.append((why(sync(module)), prints(module)))
+    return frozen, seen
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["outside", "within"])
+def test_a_copy_of_inference_mode_that_is_loaded_again_is_seeded_and_says_so(ranks: Ranks, within: bool) -> None:
+    """Called within inference mode or outside of it."""
+    frozen, seen = zip(*ranks.run(reloaded, within), strict=True)
+    assert frozen == (False, False, True, False)
+    assert [report for report, _ in same(list(seen))[1:]] == [
+        (2, 1, "delta", "", ()), (3, 2, "delta", f"rank 2 seeded: {WRITTEN}", (2,)), (4, 3, "delta", "", ()), (5, 4, "delta", "", ()),
+    ]  # fmt: skip
+
+
+def fused() -> tuple[Any, Any]:
+    """A trainer's projections, and an engine's views of one tensor, with padding."""
+    whole, trained = torch.zeros(16, 6), {"q": torch.randn(6, 6), "k": torch.randn(4, 6), "v": torch.randn(4, 6)}
+    rows = {"q": whole[:6], "k": whole[6:10], "v": whole[10:14]}
+    return Layout.from_tensors(trained), Layout.from_views([(name, view, tuple(view.shape), (0, 0)) for name, view in rows.items()])
+
+
+def tied() -> nn.Module:
+    module = nn.ModuleDict({"embed": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 9, bias=False)})
+    module["head"].weight = module["embed"].weight
+    return module
+
+
+def of_complex_numbers() -> nn.Module:
+    module = nn.Linear(3, 3)
+    module.register_parameter("wide", nn.Parameter(torch.randn(5, dtype=torch.complex128)))
+    module.register_parameter("narrow", nn.Parameter(torch.randn(5, dtype=torch.complex64)))
+    return module
+
+
+def with_buffers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def without_elements() -> nn.Module:
+    module = nn.Linear(5, 3)
+    module.register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
+    module.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    module.register_parameter("turned", nn.Parameter(torch.randn(6, 4).t()))
+    return module
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "tied": tied, "complex": of_complex_numbers, "buffers": with_buffers, "no elements, no dimension, strided": without_elements,
+}  # fmt: skip
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(module: Any) -> dict[str, str]:
+    """Hash every tensor of a module, put together where it is sharded; on all ranks of the mesh."""
+    return {name: digest(t.full_tensor() if isinstance(t, DTensor) else t) for name, t in module.state_dict().items()}
+
+
+def placed(kind: str, rank: int) -> Any:
+    """Return what a rank has of a model of some kind; ranks 2 and 3 share a mesh where it is sharded."""
+    torch.manual_seed(rank)
+    if kind == "fused":
+        return fused()[rank > 0]
+    if kind in PLAIN:
+        return PLAIN[kind]()
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    mesh = DeviceMesh("cpu", [2, 3])
+    if rank < 2:
+        return module
+    if kind == "fsdp2":
+        for layer in (module[0], module[2], module):
+            fully_shard(layer, mesh=mesh)
+    else:
+        placements = {"rows": [Shard(0)], "columns": [Shard(1)], "replicas": [Replicate()]}[kind]
+        for layer in (module[0], module[2]):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, placements))
+    return module
+
+
+def undisturbed(rank: int, world: int, kind: str, route: str) -> Any:
+    """Five syncs; receivers use their copies in between, but write nothing."""
+    module, seen = placed(kind, rank), []
+    for step in range(5):
+        if rank == 0:
+            tensors = module.tensors() if kind == "fused" else [*module.parameters(), *module.buffers()]
+            with torch.no_grad():
+                for tensor in tensors[step % 2 :: 2] if step % 3 else tensors:
+                    tensor[tuple(size - 1 for size in tensor.shape) if tensor.numel() else ...] += 1
+        report = sync(module, src=0, route=route)
+        seen.append((why(report), report.changed))
+        if rank and kind in ("fsdp2", "rows", "columns", "replicas"):
+            with torch.no_grad():
+                module(torch.ones(2, 6)) if kind == "fsdp2" else [local(p).sum() for p in module.parameters()]
+    if kind == "fused":
+        return seen, {str(index): digest(tensor) for index, tensor in enumerate(module.tensors())}
+    return seen, whole(module)
+
+
+@pytest.mark.parametrize("route", ["broadcast", "p2p"])
+@pytest.mark.parametrize("kind", ["fused", *PLAIN, "fsdp2", "rows", "columns", "replicas"])
+def test_a_receivers_own_writes_cost_no_seed(ranks: Ranks, kind: str, route: str) -> None:
+    """Whether its tensors share a counter, are shards, or are looked at as other numbers."""
+    seen, _ = same(ranks.run(undisturbed, kind, route))
+    assert [report for report, _ in seen[1:]] == [(step, step - 1, "delta", "", ()) for step in (2, 3, 4, 5)]
+    assert all(changed for _, changed in seen)
+
+
+# Several channels --------------------------------------------------------------------------------------------------------
+
+Parts = tuple[tuple[int, str], ...]
+
+
+def two_trainers(rank: int, world: int, first: str, second: str, rename: bool) -> Any:
+    """Ranks 0 and 1 train a part each, or parts that overlap; rank 2 receives both into one module. Rank 3 looks on."""
+    groups, renames = [dist.new_group([0, 2]), dist.new_group([1, 2])], ["of_0.{}".format, "of_1.{}".format]
+    letters = (first, second)[rank] if rank < 2 else "".join(sorted({*first, *second}))
+    torch.manual_seed(rank)
+    module = nn.ModuleDict({letter: nn.Linear(8, 8, bias=False) for letter in letters})
+    seen: list[Any] = []
+    for step in range(4 if rank < 3 else 0):
+        for part, group in enumerate(groups):
+            if rank == part:
+                with torch.no_grad():
+                    for layer in module.values():
+                        layer.weight[step] += 1.0
+            if rank in (part, 2):
+                options: dict[str, Any] = {"select": [f"{letter}.*" for letter in (first, second)[part]]} if rank == 2 else {}
+                if rename:
+                    options["rename"] = renames[part]
+                report = sync(module, group, group_src=0, **options)
+                bits = {name: print for name, print in prints(module).items() if name[0] in (first, second)[part]}
+                seen.append((part, why(report), bits))
+    dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("rename", [False, True], ids=["names", "names of their own"])
+def test_two_channels_onto_different_parts_of_a_module_go_on_by_delta(ranks: Ranks, rename: bool) -> None:
+    one, two, both, _ = ranks.run(two_trainers, "a", "bc", rename)
+    assert both == [each for pair in zip(one, two, strict=True) for each in pair]
+    assert [report[2:] for _, report, _ in both] == [("full", "first sync", (1,))] * 2 + [("delta", "", ())] * 6
+
+
+def test_two_channels_onto_parts_that_overlap_seed_each_time_and_say_which_it_was(ranks: Ranks) -> None:
+    one, two, both, _ = ranks.run(two_trainers, "ab", "bc", False)
+    assert both == [each for pair in zip(one, two, strict=True) for each in pair]
+    assert [report[2:] for _, report, _ in both[2:]] == [("full", f"rank 1 seeded: {OTHER_CHANNEL}", (1,))] * 6
+
+
+def test_two_channels_onto_one_tensor_under_different_names_have_right_bits(ranks: Ranks) -> None:
+    """Nothing says that it is one tensor but what was written to it."""
+    one, two, both, _ = ranks.run(two_trainers, "ab", "bc", True)
+    assert both == [each for pair in zip(one, two, strict=True) for each in pair]
+    assert {report[2:4] for _, report, _ in both[2:]} == {("full", f"rank 1 seeded: {WRITTEN}")}
+
+
+def same_name_elsewhere(rank: int, world: int) -> Any:
+    """Two trainers call their weight alike; the rollout has two of them, and renames each in turn."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
+    torch.manual_seed(rank)
+    module = nn.ModuleDict({letter: nn.Linear(8, 8, bias=False) for letter in ("ab" if rank == 2 else "w")})
+    seen: list[Any] = []
+    for step in range(4 if rank < 3 else 0):
+        for part, (group, letter) in enumerate(zip(groups, "ab", strict=True)):
+            if rank == part:
+                nudge(module, "w.weight", step + 1)
+            if rank in (part, 2):
+                options: dict[str, Any] = {"select": [f"{letter}.*"], "rename": lambda name: f"w.{name[2:]}"} if rank == 2 else {}
+                report = sync(module, group, group_src=0, **options)
+                seen.append((part, why(report), digest(module[letter if rank == 2 else "w"].weight)))
+    dist.barrier()
+    return seen
+
+
+def test_two_tensors_that_channels_call_alike_are_two(ranks: Ranks) -> None:
+    one, two, both, _ = ranks.run(same_name_elsewhere)
+    assert both == [each for pair in zip(one, two, strict=True) for each in pair]
+    assert [report[2:] for _, report, _ in both] == [("full", "first sync", (1,))] * 2 + [("delta", "", ())] * 6
+
+
+def closed_among_several(rank: int, world: int) -> Any:
+    """Rank 2 closes the channel of one part; that of the other goes on."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
+    module = nn.ModuleDict({letter: nn.Linear(4, 4) for letter in (("ab"[rank]) if rank < 2 else "ab")})
+    seen: list[Any] = []
+    for step in range(3 if rank < 3 else 0):
+        for part, group in enumerate(groups):
+            if rank in (part, 2):
+                if rank == 2 and part == 0 and step == 1:
+                    dte_dist.close(module, group)
+                seen.append((part, why(sync(module, group, group_src=0, **({"select": ["ab"[part] + ".*"]} if rank == 2 else {})))[2:4]))
+    dist.barrier()
+    return seen
+
+
+def test_closing_the_channel_of_one_part_does_not_forget_the_other(ranks: Ranks) -> None:
+    *_, both, _ = ranks.run(closed_among_several)
+    assert [report for part, report in both if part == 1] == [("full", "first sync"), ("delta", ""), ("delta", "")]
+    assert [report for part, report in both if part == 0] == [("full", "first sync"), ("full", "rank 1 seeded: it had no version"), ("delta", "")]
+
+
+# Writes that move no counter ---------------------------------------------------------------------------------------------
+
+
+def unseen(rank: int, world: int, kind: str, group: str) -> Any:
+    """Rank 2 writes through `.data`, which nobody notices; then it says so."""
+    pg = None if group == "none" else dist.new_group(list(range(world)))
+    said = {"none": None, "said": pg, "left out": None, "world": dist.group.WORLD}[group]
+    copy: Any = None
+    if kind == "layout":
+        tensors = {name: tensor.clone() for name, tensor in model(rank).state_dict().items()}
+        module: Any = Layout.from_tensors(tensors)
+        target, weight = module, tensors["2.weight"]
+    else:
+        module, copy = model(rank), model(10 + rank) if kind == "into" else None
+        target = module if copy is None else copy
+        weight = target[2].weight
+        tensors = target.state_dict()
+    src = list(range(world)) if kind == "into" else 0
+    module_of_source = module if kind != "layout" else tensors
+    seen = []
+    for step in range(5):
+        if rank == 0:
+            if kind == "layout":
+                module_of_source["0.weight"].view(-1)[: step + 1] += 1
+            else:
+                nudge(module, "0.weight", step + 1)
+        if rank == 2 and step in (2, 3):
+            weight.data[:2] = 42.0
+            if step == 3:
+                dte_dist.invalidate(target, said)
+        report = sync(module, pg, src=src, **({"into": copy} if copy is not None else {}))
+        held = tensors if kind == "layout" else target.state_dict()
+        seen.append((why(report), {name: digest(tensor) for name, tensor in held.items()}))
+    return seen
+
+
+@pytest.mark.parametrize("group", ["none", "said", "left out"])
+@pytest.mark.parametrize("kind", ["receiver", "layout", "into"])
+def test_a_write_through_data_is_not_noticed_and_invalidate_seeds_that_rank_alone(ranks: Ranks, kind: str, group: str) -> None:
+    seen = ranks.run(unseen, kind, group)
+    reports = same([[report for report, _ in each] for each in seen])
+    assert reports[1:] == [
+        (2, 1, "delta", "", ()), (3, 2, "delta", "", ()), (4, 3, "delta", f"rank 2 seeded: {INVALIDATED}", (2,)), (5, 4, "delta", "", ()),
+    ]  # fmt: skip
+    third = [each[2][1] for each in seen]
+    assert third[2] != third[3] and third[1] == third[3], "it was noticed after all: the test shows nothing"
+    same([[bits for _, bits in each[3:]] for each in seen])
+
+
+def invalidated_otherwise(rank: int, world: int) -> Any:
+    module, other, seen = model(rank), model(30 + rank), []
+    dte_dist.invalidate(other)  # of which there is no channel
+    dte_dist.invalidate(module)
+    seen.append(why(sync(module))[:4])
+    on_source = caught(lambda: dte_dist.invalidate(module)) if rank == 0 else ("ValueError", "only sends")
+    for _ in range(2):
+        if rank in (1, 3):
+            dte_dist.invalidate(module)
+            dte_dist.invalidate(module)
+        seen.append(why(sync(module)))
+    if rank == 1:
+        dte_dist.invalidate(module)
+        nudge(module, "0.weight", 1)  # the first reason stays
+    seen.append(why(sync(module)))
+    dte_dist.close(module)
+    dte_dist.invalidate(module)
+    seen.append(why(sync(module))[:4])
+    return on_source[0], "only sends" in on_source[1], seen, prints(module)
+
+
+def test_invalidate_before_the_first_sync_on_a_source_on_several_ranks_and_after_close(ranks: Ranks) -> None:
+    kind, told, seen, _ = same(ranks.run(invalidated_otherwise))
+    assert kind == "ValueError" and told
+    both = f"rank 1 seeded: {INVALIDATED}; rank 3 seeded: {INVALIDATED}"
+    assert seen == [
+        (1, None, "full", "first sync"), (2, 1, "delta", both, (1, 3)), (3, 2, "delta", both, (1, 3)),
+        (4, 3, "delta", f"rank 1 seeded: {INVALIDATED}", (1,)), (1, None, "full", "first sync"),
+    ]  # fmt: skip
+
+
+def invalidated_in_the_background(rank: int, world: int) -> Any:
+    """It waits for the sync on its way, whose commit would otherwise make good what it said."""
+    module = model(rank)
+    sync(module)
+    if rank == 0:
+        nudge(module, "0.weight", 3)
+        dist.recv(torch.empty(1), 2)
+    work = sync(module, async_op=True)
+    ended = True
+    if rank == 2:
+        module[2].weight.data[:] = 42.0  # the sync may be over, or be about to write: to another tensor
+        timer = threading.Timer(0.3, lambda: dist.send(torch.ones(1), 0))
+        timer.start()
+        dte_dist.invalidate(module)
+        ended = work.is_completed()
+        timer.join()
+    return why(work.wait()), ended, why(sync(module)), prints(module)
+
+
+def test_invalidate_waits_for_a_sync_in_the_background_and_the_one_after_it_seeds(ranks: Ranks) -> None:
+    first, ended, second, _ = same(ranks.run(invalidated_in_the_background))
+    assert first == (2, 1, "delta", "", ()) and ended and second == (3, 2, "delta", f"rank 2 seeded: {INVALIDATED}", (2,))
+
+
+def invalidated_in_two_groups(rank: int, world: int) -> Any:
+    """Rank 2 receives two parts over two groups; it distrusts both, or what came over one."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 2])]
+    module = nn.ModuleDict({letter: nn.Linear(4, 4) for letter in (("ab"[rank]) if rank < 2 else "ab")})
+    seen: list[Any] = []
+    for step in range(3 if rank < 3 else 0):
+        if rank == 2 and step:
+            dte_dist.invalidate(module, groups[1] if step == 1 else None)
+        for part, group in enumerate(groups):
+            if rank in (part, 2):
+                seen.append(why(sync(module, group, group_src=0, **({"select": ["ab"[part] + ".*"]} if rank == 2 else {})))[3])
+    dist.barrier()
+    return seen
+
+
+def test_invalidate_for_one_group_or_for_all(ranks: Ranks) -> None:
+    *_, both, _ = ranks.run(invalidated_in_two_groups)
+    reason = f"rank 1 seeded: {INVALIDATED}"
+    assert both == ["first sync", "first sync", "", reason, reason, reason]
+
+
+# A receiver that asks ----------------------------------------------------------------------------------------------------
+
+
+def asked(rank: int, world: int, background: bool, who: tuple[int, ...]) -> Any:
+    module, seen = model(rank), []
+    for step in range(4):
+        if rank == 0:
+            nudge(module, "0.weight", step + 1)
+        if rank in who and step == 2:
+            module[2].weight.data[:] = 42.0
+        mode = "full" if rank in who and step == 2 else "delta"
+        seen.append(why(sync(module, mode=mode, async_op=True).wait() if background else sync(module, mode=mode)))
+    return seen, prints(module)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("who", [(2,), (1, 2, 3)], ids=["one", "all"])
+def test_a_receiver_that_asks_for_everything_gets_it_alone(ranks: Ranks, who: tuple[int, ...], background: bool) -> None:
+    seen, _ = same(ranks.run(asked, background, who))
+    reason = "; ".join(f'rank {rank} seeded: it asked for mode="full"' for rank in who)
+    assert seen[1:] == [(2, 1, "delta", "", ()), (3, 2, "delta" if who == (2,) else "full", reason, who), (4, 3, "delta", "", ())]
+
+
+def asked_with_a_source(rank: int, world: int) -> Any:
+    """Every rank trains a shard and receives: what a rank that is a source asks for is asked of all."""
+    rows, copy = Rows(rank, world), Rows(rank, 0)
+    seen = []
+    for step in range(3):
+        rows.parts[0][0, 0] += 1
+        mode = "full" if rank == 2 and step == 1 else "delta"
+        seen.append(why(sync(rows.layout, src=list(range(world)), into=copy.layout, mode=mode)))
+    return seen, digest(copy.parts[0]), parts_of(rows.layout).source is not None
+
+
+def test_a_colocated_rank_that_asks_for_everything_asks_for_all(ranks: Ranks) -> None:
+    seen, _, is_source = same(ranks.run(asked_with_a_source))
+    assert is_source and [report[2:4] for report in seen] == [("full", "first sync"), ("full", "mode"), ("delta", "")]
