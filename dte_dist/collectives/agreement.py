@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from dte_dist.codec.head import ENTRY, HEAD
-from dte_dist.collectives.description import Description as _Description
-from dte_dist.collectives.description import check_counts
+from dte_dist.collectives.description import Description, check_counts
 from dte_dist.collectives.options import Options, layout_of, wire_types
 from dte_dist.engine.control import ControlRow
 from dte_dist.errors import LayoutMismatch
@@ -161,7 +160,7 @@ def _check_formats(formats: Sequence[int]) -> None:
         raise LayoutMismatch("ranks write their rows or frames differently", ranks=[0, *others], fix=fix)
 
 
-def _check_numbers(numbers: Sequence[int], described: Sequence[_Description]) -> None:
+def _check_numbers(numbers: Sequence[int], described: Sequence[Description]) -> None:
     """Refuse more or fewer coordinates than a rank has meshes for, before anyone makes room for them."""
     for rank, (number, said) in enumerate(zip(numbers, described, strict=True)):
         if number != said.numbers:
@@ -169,20 +168,20 @@ def _check_numbers(numbers: Sequence[int], described: Sequence[_Description]) ->
             raise LayoutMismatch("a rank has other coordinates than meshes", ranks=[rank], expected=said.numbers, got=number, fix=fix)
 
 
-def _share(control: Wire, sizes: np.ndarray, digests: np.ndarray, data: bytes) -> list[_Description]:
+def _share(control: Wire, sizes: np.ndarray, digests: np.ndarray, data: bytes) -> list[Description]:
     """Send each distinct description once and return that of every rank, equal ones as one object."""
-    known: dict[bytes, _Description] = {}
+    known: dict[bytes, Description] = {}
     described = []
     for rank, (size, digest) in enumerate(zip(sizes.tolist(), digests, strict=True)):
         key = digest.tobytes()
         if key not in known:
             shared = control.share(rank, data, size)
-            known[key] = agreed(partial(_Description.parse, shared, rank=rank, size=len(sizes)))
+            known[key] = agreed(partial(Description.parse, shared, rank=rank, size=len(sizes)))
         described.append(known[key])
     return described
 
 
-def _plan(described: Sequence[_Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
+def _plan(described: Sequence[Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
     _check_options(described)
     coordinates = [_unflatten(said, numbers, rank) for rank, (said, numbers) in enumerate(zip(described, places, strict=True))]
     named = described[0].options["src"]
@@ -205,7 +204,7 @@ def _plan(described: Sequence[_Description], places: Sequence[list[int]], digest
     return Agreement(ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1, backend)
 
 
-def _check_options(described: Sequence[_Description]) -> None:
+def _check_options(described: Sequence[Description]) -> None:
     _check_names([said.options["name"] for said in described])
     for rank, said in enumerate(described):
         for name, value in said.options.items():
@@ -226,7 +225,7 @@ def _check_names(names: Sequence[str | None]) -> None:
         raise LayoutMismatch("ranks open channels of different names at the same time", got=got, fix=fix)
 
 
-def _refuse_to_overwrite(described: Sequence[_Description], root: int, receivers: Sequence[int]) -> None:
+def _refuse_to_overwrite(described: Sequence[Description], root: int, receivers: Sequence[int]) -> None:
     """Refuse sources by default where weights that nobody trains would be written over trained ones."""
     trained = [rank for rank in receivers if described[rank].trained[described[rank].into is not None]]
     if trained and not described[root].trained[0]:
@@ -235,7 +234,7 @@ def _refuse_to_overwrite(described: Sequence[_Description], root: int, receivers
         raise LayoutMismatch(what, ranks=trained, fix=fix)
 
 
-def _connected(described: Sequence[_Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
+def _connected(described: Sequence[Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
     """Return the ranks that share a mesh with rank 0, directly or through others; rank 0 alone if it has none."""
     meshes = [
         {mesh.ranks for mesh, place in zip(said.manifest.meshes, where[0], strict=True) if place is not None}
@@ -258,7 +257,7 @@ def _flatten(layout: Layout) -> list[int]:
     return numbers
 
 
-def _unflatten(said: _Description, numbers: Sequence[int], rank: int) -> list[tuple[tuple[int, ...] | None, ...]]:
+def _unflatten(said: Description, numbers: Sequence[int], rank: int) -> list[tuple[tuple[int, ...] | None, ...]]:
     """Reverse `_flatten`, for the module and for `into`.
 
     Raises:
