@@ -61,8 +61,8 @@ class DeltaError(RuntimeError):
             f"got {got}" if got is not None else "",
         ]
         known = "; ".join(fact for fact in facts if fact)
-        text = what + (f" [{known}]" if known else "")
-        super().__init__(text + (f". Way out: {fix}." if fix else ""))
+        text = what + (f" [{known}]" if known else "") + (f". Way out: {fix}." if fix else "")
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a letter, in a name say, could not be told to others
 
 
 class LayoutMismatch(DeltaError):
