@@ -62,7 +62,8 @@ class DeltaError(RuntimeError):
         ]
         known = "; ".join(fact for fact in facts if fact)
         text = what + (f" [{known}]" if known else "") + (f". Way out: {fix}." if fix else "")
-        super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a letter, in a name say, could not be told to others
+        # half a letter, in a name of another rank say, could not be told to others
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())
 
 
 class LayoutMismatch(DeltaError):
@@ -211,7 +212,8 @@ _FAMILY: dict[str, type[Exception]] = {
 def to_wire(error: BaseException, size: int) -> bytes:
     """Write an error as exactly `size` bytes: its class name, a line break, its text, zeros.
 
-    An error from outside the family becomes a `SyncFailed` that names its class; a subclass of one of the family, that one.
+    An error from outside the family becomes a `SyncFailed` that names its class; one of a subclass, the class
+    of the family that it is a subclass of.
 
     Example:
         >>> from_wire(to_wire(FrameError("cut short"), 64))

@@ -5,7 +5,8 @@
 3. o Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer cost one message.
 4. o The coordinates of each rank on its meshes go round: they tell a rank's block from its neighbour's.
 5.   Every rank builds the same `ModelMap` from them, and derives everything else; or finds the same thing wrong with them.
-6. o A row with the digests of these, before anyone makes groups by them and waits for the other members (`compare_plans`).
+6. o A row with the digests of these, before anyone makes groups by them and waits for the other members
+     (`compare_plans`).
 
 Steps with a ring (o) are exchanges.
 """
@@ -129,7 +130,7 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
 
 
 def compare_plans(control: Wire, agreement: Agreement) -> None:
-    """Compare with all ranks what they agreed on, before anyone makes groups by it and waits for the other members.
+    """Compare with all ranks what they agreed on, before anyone makes groups by it and waits for others.
 
     Raises:
         Agreed: with a `LayoutMismatch`: the plans differ.
@@ -144,8 +145,9 @@ def _refuse_other_plan(digests: np.ndarray) -> None:
     """Refuse to go on where ranks made different plans of the same descriptions; all see the same rows."""
     others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
     if others:
+        what = "ranks come to different plans for the same layouts"
         fix = "run the same version of dte_dist on every rank"
-        raise LayoutMismatch("ranks come to different plans for the same layouts", ranks=[0, *others], fix=fix)
+        raise LayoutMismatch(what, ranks=[0, *others], fix=fix)
 
 
 def _format() -> int:
@@ -164,8 +166,9 @@ def _check_numbers(numbers: Sequence[int], described: Sequence[Description]) -> 
     """Refuse more or fewer coordinates than a rank has meshes for, before anyone makes room for them."""
     for rank, (number, said) in enumerate(zip(numbers, described, strict=True)):
         if number != said.numbers:
+            what = "a rank has other coordinates than meshes"
             fix = "run the same version of dte_dist on every rank"
-            raise LayoutMismatch("a rank has other coordinates than meshes", ranks=[rank], expected=said.numbers, got=number, fix=fix)
+            raise LayoutMismatch(what, ranks=[rank], expected=said.numbers, got=number, fix=fix)
 
 
 def _share(control: Wire, sizes: np.ndarray, digests: np.ndarray, data: bytes) -> list[Description]:
@@ -183,7 +186,8 @@ def _share(control: Wire, sizes: np.ndarray, digests: np.ndarray, data: bytes) -
 
 def _plan(described: Sequence[Description], places: Sequence[list[int]], digests: bytes) -> Agreement:
     _check_options(described)
-    coordinates = [_unflatten(said, numbers, rank) for rank, (said, numbers) in enumerate(zip(described, places, strict=True))]
+    said_of = enumerate(zip(described, places, strict=True))
+    coordinates = [_unflatten(said, numbers, rank) for rank, (said, numbers) in said_of]
     named = described[0].options["src"]
     sources = tuple(named) if named is not None else _connected(described, coordinates)
     receivers = tuple(rank for rank, said in enumerate(described) if rank not in sources or said.into is not None)
@@ -257,7 +261,9 @@ def _flatten(layout: Layout) -> list[int]:
     return numbers
 
 
-def _unflatten(said: Description, numbers: Sequence[int], rank: int) -> list[tuple[tuple[int, ...] | None, ...]]:
+def _unflatten(
+    said: Description, numbers: Sequence[int], rank: int
+) -> list[tuple[tuple[int, ...] | None, ...]]:
     """Reverse `_flatten`, for the module and for `into`.
 
     Raises:
@@ -271,8 +277,9 @@ def _unflatten(said: Description, numbers: Sequence[int], rank: int) -> list[tup
             place, left = tuple(left[: len(mesh.shape)]), left[len(mesh.shape) :]
             inside = all(0 <= at < size for at, size in zip(place, mesh.shape, strict=True))
             if not inside and set(place) != {-1}:
+                what = "a rank is at no place of a mesh"
                 fix = "run the same version of dte_dist on every rank"
-                raise LayoutMismatch("a rank is at no place of a mesh", ranks=[rank], expected=f"within {mesh.shape}", got=place, fix=fix)
+                raise LayoutMismatch(what, ranks=[rank], expected=f"within {mesh.shape}", got=place, fix=fix)
             places.append(place if inside else None)
         both.append(tuple(places))
     return both

@@ -1,7 +1,8 @@
 """Descriptions taken apart again: what another rank said of itself, checked before anything of it is used.
 
-A description is three int64 lengths and three parts: JSON, the manifest of the module, and the manifest of `into` or nothing. All ranks
-read the same bytes (`Wire.share` guards them), so what is wrong with them is the same error on every rank.
+A description is three int64 lengths and three parts: JSON, the manifest of the module, and the manifest of
+`into` or nothing. All ranks read the same bytes (`Wire.share` guards them), so what is wrong with them is the
+same error on every rank.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Description:
             return cls._read(data, size)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError, LayoutMismatch) as error:
             text = str(error)[:400]
-            raise LayoutMismatch(f"the description of a rank is not sound: {text}", ranks=[rank], fix=_SAME) from error
+            raise LayoutMismatch(
+                f"the description of a rank is not sound: {text}", ranks=[rank], fix=_SAME
+            ) from error
 
     @classmethod
     def _read(cls, data: bytes, size: int) -> Description:
@@ -78,10 +81,9 @@ class Description:
         if any(type(flag) is not bool for flag in (said["partial"], said["nccl"], own, other)):
             raise ValueError("partial, nccl or trained is neither true nor false")
         _check_options(said["options"], size)
-        second = Manifest.from_bytes(into) if into else None
-        return cls(
-            said["options"], _wire(said["wire"]), said["partial"], said["nccl"], (own, other), Manifest.from_bytes(manifest), second
-        )  # fmt: skip
+        first, second = Manifest.from_bytes(manifest), Manifest.from_bytes(into) if into else None
+        wire, flags = _wire(said["wire"]), (said["partial"], said["nccl"])
+        return cls(said["options"], wire, *flags, (own, other), first, second)
 
     @property
     def manifests(self) -> tuple[Manifest | None, Manifest | None]:
@@ -91,7 +93,9 @@ class Description:
     @property
     def numbers(self) -> int:
         """How many numbers the coordinates of a rank are, on all meshes of both manifests."""
-        return sum(len(mesh.shape) for manifest in self.manifests if manifest is not None for mesh in manifest.meshes)
+        return sum(
+            len(mesh.shape) for manifest in self.manifests if manifest is not None for mesh in manifest.meshes
+        )
 
 
 def check_counts(sizes: Sequence[int]) -> None:
@@ -103,7 +107,9 @@ def check_counts(sizes: Sequence[int]) -> None:
     for rank, size in enumerate(sizes):
         if not _HEAD <= size <= MOST_BYTES:
             expected = f"{_HEAD} to {MOST_BYTES} bytes"
-            raise LayoutMismatch("a description cannot have this size", ranks=[rank], expected=expected, got=size, fix=_SAME)
+            raise LayoutMismatch(
+                "a description cannot have this size", ranks=[rank], expected=expected, got=size, fix=_SAME
+            )
 
 
 def _parts(data: bytes) -> tuple[bytes, bytes, bytes]:
@@ -122,18 +128,23 @@ def _check_options(said: Any, size: int) -> None:
         raise ValueError("its options are others")
     sources, timeout = said["src"], said["timeout"]
     if sources is not None and not (
-        isinstance(sources, list) and sources and all(type(rank) is int and 0 <= rank < size for rank in sources)
+        isinstance(sources, list) and sources
+        and all(type(rank) is int and 0 <= rank < size for rank in sources)
         and len(set(sources)) == len(sources)
     ):  # fmt: skip
         raise ValueError(f"its sources are not different ranks of a group of {size}")
     if type(timeout) not in (int, float):
         raise ValueError("its timeout is no number")
-    Options(timeout=timedelta(seconds=timeout), **{name: said[name] for name in said.keys() - {"src", "timeout"}})
+    Options(
+        timeout=timedelta(seconds=timeout), **{name: said[name] for name in said.keys() - {"src", "timeout"}}
+    )
 
 
 def _wire(said: Any) -> WireTypes:
     if said is None or said == "receiver":
         return said
-    if not isinstance(said, dict) or not all(isinstance(dtype, str) and dtype in DTYPES for dtype in said.values()):
+    if not isinstance(said, dict) or not all(
+        isinstance(dtype, str) and dtype in DTYPES for dtype in said.values()
+    ):
         raise ValueError("its wire dtypes are no element types by name")
     return said

@@ -42,7 +42,8 @@ from dte_dist.plan.schedule import Schedule
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.board import names
 from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.groups import DamagedRow, Membership, Wire
+from dte_dist.transport.groups import Membership, Wire
+from dte_dist.transport.guard import DamagedRow
 from dte_dist.transport.relay import Relay
 from dte_dist.transport.rendezvous import call_roll
 from dte_dist.transport.speed import LinkSpeed
@@ -163,7 +164,7 @@ class _Opening:
         ):
             try:
                 compare()
-            except DamagedRow as damage:  # told in the last row: this rank has its plan, and others wait for its groups
+            except DamagedRow as damage:  # told in the last row: others wait for the groups of this rank
                 error = error or damage
         groups = self._groups(agreement, mine)  # type: ignore[arg-type]  # agree raised where there is none
         target = module if into is None else into

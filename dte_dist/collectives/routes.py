@@ -117,7 +117,9 @@ class Route(ABC):
         """Take all frames of a source, in order; what is not for this rank's receiver is left out. They must stay as they are."""
 
     @abstractmethod
-    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> Exception | None:
+    def move(
+        self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
+    ) -> Exception | None:
         """Move all frames that make `step`; sources, the root and targets must call.
 
         Args:
@@ -172,7 +174,9 @@ class RelayRoute(Route):
         for number, frame in enumerate(frames):
             self._take(step, source, number, frame)
 
-    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> Exception | None:
+    def move(
+        self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
+    ) -> Exception | None:
         def take(parcel: Parcel, frame: Tensor) -> None:
             self._take(step, parcel.source, parcel.chunk, frame)
 
@@ -247,7 +251,9 @@ class P2PRoute(Route):
         for number, frame in enumerate(self._of(source, self._rank, frames)):
             self._take(step, source, number, frame)
 
-    def move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases) -> Exception | None:
+    def move(
+        self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
+    ) -> Exception | None:
         outgoing: dict[int, list[Sized]] = {}
         incoming: dict[int, list[int]] = {}
         if self._rank in self.chunks:

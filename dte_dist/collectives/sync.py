@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -183,10 +184,11 @@ class Sync:
         if self._route.room > INLINE:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))
         agreed(lambda: self._check_sizes(sizes))
-        found = {source: sizes[source, : len(chunks)].tolist() for source, chunks in self._route.chunks.items()}
-        if mine and found[self._parts.control.rank] != mine:  # not told in a row: sending them would end the processes that receive
-            what, said = "the frames of this rank have other sizes than it said", sum(found[self._parts.control.rank])
-            raise FrameError(what, expected=f"{said} bytes", got=f"{sum(mine)} bytes", fix="report this as a bug of dte_dist")
+        found = {source: sizes[source, : len(most)].tolist() for source, most in self._route.most.items()}
+        if mine and found[self._parts.control.rank] != mine:  # to send them would end those who receive
+            what, said = "frames have other sizes than this rank said", found[self._parts.control.rank]
+            fix = "report this as a bug of dte_dist"
+            raise FrameError(what, expected=f"{sum(said)} bytes", got=f"{sum(mine)} bytes", fix=fix)
         return rows, found
 
     def _swap(self, row: np.ndarray) -> np.ndarray:
@@ -195,7 +197,7 @@ class Sync:
         rooms = {rank: letters.room if rank in self._parts.agreement.sources else 0 for rank in wire.members}
         frames = self._source.frames() if self._source is not None and self._prepared.error is None else []
         with self._phases("wait"):
-            table, self._received = wire.rows_with_letters(row, rooms, lambda place: letters.write(frames, place))
+            table, self._received = wire.rows_with_letters(row, rooms, partial(letters.write, frames))
         return table
 
     def _check_sizes(self, sizes: np.ndarray) -> None:

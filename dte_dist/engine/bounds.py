@@ -1,6 +1,7 @@
 """What the columns of a control row can say.
 
-A row that came as it was sent may still say what cannot be. All ranks see the same, and refuse alike, before anything is done with it.
+A row that came as it was sent may still say what cannot be. All ranks see the same, and refuse alike, before
+anything is done with it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def check_rows(table: np.ndarray, sources: Sequence[int], receivers: Sequence[in
         FrameError: names the rank, the column and the number.
 
     Example:
-        >>> check_rows(np.stack([ControlRow(is_source=1).pack([], 0), ControlRow(is_receiver=1).pack([], 0)]), [0], [1])
+        >>> rows = [ControlRow(is_source=1), ControlRow(is_receiver=1)]
+        >>> check_rows(np.stack([row.pack([], 0) for row in rows]), [0], [1])
     """
     low, high = _bounds(len(table), tuple(sources), tuple(receivers))
     said = table[:, : ControlRow.columns()]
@@ -60,7 +62,9 @@ def check_rows(table: np.ndarray, sources: Sequence[int], receivers: Sequence[in
 
 
 @lru_cache(16)
-def _bounds(ranks: int, sources: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(
+    ranks: int, sources: tuple[int, ...], receivers: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the least and the largest that each column of each rank may say."""
     columns = np.array([_BOUNDS.get(name, _ANY) for name in ControlRow.__slots__], np.int64)
     low, high = (np.tile(bound, (ranks, 1)) for bound in columns.T)

@@ -67,8 +67,8 @@ def unpack(data: bytes) -> tuple[Entries, Meshes, Ties]:
     try:
         return _parts(json.loads(_inflated(data)))
     except (ValueError, TypeError, KeyError, RecursionError, zlib.error) as error:
-        text = str(error)[:400]
-        raise LayoutMismatch(f"the bytes of a manifest are damaged: {text}", fix="run one version of dte_dist on all ranks") from error
+        what = f"the bytes of a manifest are damaged: {str(error)[:400]}"
+        raise LayoutMismatch(what, fix="run one version of dte_dist on all ranks") from error
 
 
 def _geometry(shape: tuple[int, ...], dtype: str, placement: Placement) -> list[Any]:
@@ -114,7 +114,8 @@ def _read_geometry(item: list[Any], meshes: Meshes) -> tuple[tuple[int, ...], st
     shape, dtype, mesh, cuts, runs = _ints(item[0]), item[1], item[2], _list(item[3]), item[4]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{dtype!r} is no element type")
-    if len(shape) > _MAX_DIMENSIONS or prod(size or 1 for size in shape) * DTYPES[dtype].itemsize > _MAX_BYTES:
+    width = DTYPES[dtype].itemsize
+    if len(shape) > _MAX_DIMENSIONS or prod(size or 1 for size in shape) * width > _MAX_BYTES:
         raise ValueError(f"there is no tensor of {len(shape)} dimensions of sizes {shape[:16]}")
     if mesh is not None and (type(mesh) is not int or not 0 <= mesh < len(meshes)):
         raise ValueError(f"there is no mesh {mesh!r}")
@@ -141,8 +142,8 @@ def _run(item: Any) -> tuple[int, int]:
 
 def _cuts(items: list[Any], dimensions: int, mesh_dimensions: int) -> tuple[Cut, ...]:
     cuts = tuple(Cut(*_ints(_list(item, 3))) for item in items)
-    in_range = all(cut.dim < dimensions and cut.mesh_dim < mesh_dimensions and cut.split_factor >= 1 for cut in cuts)
-    in_range = in_range and prod(cut.split_factor for cut in cuts) <= _MAX_SPLIT
+    in_range = all(cut.dim < dimensions and cut.mesh_dim < mesh_dimensions for cut in cuts)
+    in_range &= 1 <= prod(cut.split_factor for cut in cuts) <= _MAX_SPLIT
     if not in_range or len({cut.mesh_dim for cut in cuts}) != len(cuts):
         raise ValueError(f"{cuts} cannot cut {dimensions} dimensions along a mesh of {mesh_dimensions}")
     return cuts
@@ -168,7 +169,7 @@ def _check_order(entries: Entries) -> None:
 def _check_strings(items: list[Any]) -> None:
     if set(map(type, items)) - {str}:
         raise ValueError("a name is no string")
-    "".join(items).encode()  # half a surrogate pair, which JSON can spell, can be in no error that is told to others
+    "".join(items).encode()  # raises at half a letter, which JSON can spell
 
 
 def _list(item: Any, length: int | None = None) -> list[Any]:

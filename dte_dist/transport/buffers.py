@@ -3,10 +3,11 @@
 What a receiver stages are views of the frames of a delta, so these come in memory of their own. The frames of a seed are written into
 place as they come: two buffers serve for all of them, one of which fills or travels while the other is worked on.
 
-Memory may be short on one rank while the others go on, and what is on the wire has to be received all the same, or the ranks are out of
-step for good. So the pair of buffers is reserved when a route is first used, where an error is told to all ranks before anything moves.
-Where memory for a delta cannot be had after that, its frames come into this pair, and are passed on from there to whom they are meant for:
-the rank says in the vote that it could not keep them.
+Memory may be short on one rank while the others go on, and what is on the wire has to be received all the
+same, or the ranks are out of step for good. So the pair of buffers is reserved when a route is first used,
+where an error is told to all ranks before anything moves. Where memory for a delta cannot be had after that,
+its frames come into this pair, and are passed on from there to whom they are meant for: the rank says in the
+vote that it could not keep them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ __all__ = ["Buffers", "Frame", "explain_memory", "lies_on", "write"]
 Frame = Tensor | Callable[[Tensor], None]
 """A frame, or a function that writes it into a buffer of its size: dense frames are made only when they travel."""
 
-_LESS: Final = 'free memory on this rank, or call with mode="full", which needs no more than two buckets of bucket_bytes= at a time'
+_LESS: Final = (
+    'free memory on this rank, or call with mode="full", which needs no more than two buckets of '
+    "bucket_bytes= at a time"
+)
 
 
 class Buffers:
@@ -49,7 +53,7 @@ class Buffers:
         self.error: Exception | None = None
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Make both buffers as large as any that `get` will be asked for; to call where what it raises is told to all ranks."""
+        """Make both buffers as large as `get` will ever need; to call where an error is told to all ranks."""
         for which in range(2):
             self._grow(which, size, device)
 
@@ -58,7 +62,7 @@ class Buffers:
         self.error = None
 
     def get(self, number: int, size: int, device: torch.device, *, keep: bool = False) -> Tensor:
-        """Return `size` bytes of buffer `number % 2`, what it held before being lost; or, if they are to be kept, new ones.
+        """Return `size` bytes of buffer `number % 2`, what it held being lost; new ones if they are kept.
 
         Where new ones cannot be had, `error` says why, and the buffer serves for this and all that follow.
         """
@@ -79,7 +83,8 @@ def lies_on(frame: Frame, device: torch.device) -> TypeGuard[Tensor]:
     """Tell whether a frame is there, and can be sent from where it is.
 
     Example:
-        >>> lies_on(torch.zeros(8, dtype=torch.uint8), torch.device("cpu")), lies_on(Tensor.zero_, torch.device("cpu"))
+        >>> cpu = torch.device("cpu")
+        >>> lies_on(torch.zeros(8, dtype=torch.uint8), cpu), lies_on(Tensor.zero_, cpu)
         (True, False)
     """
     return not callable(frame) and frame.device == device
@@ -101,7 +106,7 @@ def write(frame: Frame, place: Tensor) -> None:
 
 
 def explain_memory(error: Exception | None, nbytes: int = 0, *, fix: str = _LESS) -> Exception | None:
-    """Return what to tell the ranks of an error: if memory was short, how much was needed and what to do; else the error itself.
+    """Return what to tell the ranks of an error: if memory was short, how much was needed and what to do.
 
     Args:
         error: None for none.

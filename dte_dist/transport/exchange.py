@@ -69,7 +69,7 @@ class Exchange:
         self._sent = 0
 
     def reserve(self, most: Mapping[int, Sequence[int]], *, receiver: bool) -> None:
-        """Make room for frames, so that memory for them is there when ranks are in step; to call where an error is told to all of them.
+        """Make room for frames before ranks are in step; to call where an error is told to all of them.
 
         Args:
             most: by source, the most bytes of each of its frames.
@@ -103,7 +103,7 @@ class Exchange:
             keep: frames that `take` was called with stay as they are for as long as somebody holds them.
 
         Returns:
-            Why this rank could not keep its frames, so that `take` was not called with all of them; None if it was.
+            Why this rank could not keep its frames, so that `take` was not called with all; None if it was.
         """
         self._incoming.begin()
         sending: deque[Pending] = deque()

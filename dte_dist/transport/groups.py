@@ -7,9 +7,8 @@ differs between trainers and rollout ranks. Backends are therefore built directl
 group, under a prefix that all its members count up together. They belong to nobody else and vanish with the channel.
 
 Everything travels as uint8 or int64. Sizes are agreed before a receive is posted: gloo ends the process on a
-message that is too long and takes a short one in silence. Sizes are themselves numbers in a row, so each row carries a
-guard: what is damaged on its way, short or out of turn is a `DamagedRow` on the rank that got it. The other ranks cannot
-know of it. So it is not agreed, and whoever raises it says so on the `Board` of the channel and drops its groups.
+message that is too long and takes a short one in silence. Sizes are themselves numbers in a row, so each row
+carries a guard (`transport.guard`): a `DamagedRow` is not agreed, since only the rank that got it knows.
 
 All waits are watched (`transport.watch`): they end early where it is known that nobody will come.
 
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,23 +32,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dte_dist.errors import FrameError, PeerLost
+from dte_dist.errors import PeerLost
 from dte_dist.transport.board import late
+from dte_dist.transport.guard import guard_of, refuse_damage
 from dte_dist.transport.rendezvous import Group, Membership, PatientStore, group_of
 from dte_dist.transport.watch import Watch
 
-__all__ = ["DamagedRow", "Group", "Membership", "Pending", "Wire", "group_of"]
+__all__ = ["Group", "Membership", "Pending", "Wire", "group_of"]
 
 _PROBE: Final = 1 << 20
 """Tag of messages that are never sent: to receive one tells whether there is a connection."""
 
 _AT_ONCE: Final = timedelta(milliseconds=1)
-_DAMAGED: Final = "call again on every rank, which opens new connections; if it stays, look for bad memory or a bad network card"
 _WORD: Final = 8
-
-
-class DamagedRow(FrameError):
-    """A row or a description came damaged to this rank alone, so that the others have to be told by way of the `Board`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +179,7 @@ class Wire:
     def rows_with_letters(
         self, row: np.ndarray, rooms: Mapping[int, int], write: Callable[[Tensor], object] | None = None
     ) -> tuple[np.ndarray, dict[int, Tensor]]:
-        """Gather a row as `rows` does, and with it a letter from every member: bytes that have a checksum of their own.
+        """Gather a row as `rows` does, and with it from every member a letter, which has its own checksums.
 
         Args:
             row: int64, of the same length on all ranks.
@@ -201,27 +195,19 @@ class Wire:
         """
         self._turn += 1
         words = len(row) + 1
-        parts = {rank: torch.zeros(words + rooms[rank] // _WORD, dtype=torch.int64, device="cpu") for rank in self.members}
+        sizes = {rank: words + rooms[rank] // _WORD for rank in self.members}
+        parts = {rank: torch.zeros(size, dtype=torch.int64, device="cpu") for rank, size in sizes.items()}
         rows = {rank: part[:words].numpy() for rank, part in parts.items()}
         letters = {rank: part[words:].view(torch.uint8) for rank, part in parts.items()}
         mine = rows[self.rank]
         mine[:-1] = row
-        mine[-1] = self._guard_of(mine[:-1], self.rank)
+        mine[-1] = guard_of(mine[:-1], self.rank, self._turn)
         if write is not None:
             write(letters[self.rank])
         self.swap_all(parts)
-        self._refuse_damage("a row", [rank for rank, each in rows.items() if self._guard_of(each[:-1], rank) != each[-1]])
+        wrong = [rank for rank, each in rows.items() if guard_of(each[:-1], rank, self._turn) != each[-1]]
+        refuse_damage("a row", self.rank, wrong, self._turn)
         return np.stack([each[:-1] for each in rows.values()]), letters
-
-    def _guard_of(self, row: np.ndarray, sender: int) -> int:
-        """Return a word that tells whether a row is sound: of its length, its bytes, its sender, and how many exchanges came before."""
-        begin = zlib.crc32(b"%d %d" % (sender, self._turn))
-        return (row.nbytes & 0x7FFFFFFF) << 32 | zlib.crc32(row.data, begin)
-
-    def _refuse_damage(self, what: str, ranks: Sequence[int]) -> None:
-        if ranks:
-            got = f"another checksum, in exchange {self._turn}"
-            raise DamagedRow(f"{what} came damaged, short or out of turn to rank {self.rank}", ranks=ranks, got=got, fix=_DAMAGED)
 
     def swap_all(self, parts: Mapping[int, Tensor]) -> None:
         """Send this rank's part to all other members, and receive theirs; gloo only.
@@ -275,9 +261,10 @@ class Wire:
         buffer = np.zeros(words + 1, np.int64)
         if self.rank == owner:
             buffer[:words].view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
-            buffer[-1] = self._guard_of(buffer[:-1], owner)
+            buffer[-1] = guard_of(buffer[:-1], owner, self._turn)
         self.broadcast(torch.from_numpy(buffer).view(torch.uint8), owner).wait()
-        self._refuse_damage("a description", [owner] if self._guard_of(buffer[:-1], owner) != buffer[-1] else [])
+        sound = guard_of(buffer[:-1], owner, self._turn) == buffer[-1]
+        refuse_damage("a description", self.rank, [] if sound else [owner], self._turn)
         return buffer[:words].tobytes()[:size]
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:

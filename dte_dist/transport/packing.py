@@ -5,10 +5,11 @@ The description is JSON:
     {"format": 1, "version": int, "base_version": int, "full": bool, "lineage": int, "base_lineage": int, "sender": int,
      "plan": hex digits, "names": [name, ...], "dtypes": [dtype, ...], "shapes": [[size, ...], ...]}
 
-and blanks up to a multiple of 8 bytes. The data are the tensors of all names end to end, those of the widest elements first so that each
-lies at a multiple of its element size, and zeros up to a multiple of 8 bytes. Both travel in pieces: up to `PIECE` bytes, and behind them 8
-bytes with a checksum (see `kernels.checksum`) to which the number of the piece is added, and for data a checksum of the description. So no
-piece is taken for another one. Where a piece begins follows from its number.
+and blanks up to a multiple of 8 bytes. The data are the tensors of all names end to end, those of the widest
+elements first so that each lies at a multiple of its element size, and zeros up to a multiple of 8 bytes.
+Both travel in pieces: up to `PIECE` bytes, and behind them 8 bytes with a checksum (see `kernels.checksum`)
+to which the number of the piece is added, and for data a checksum of the description. So no piece is taken for
+another one. Where a piece begins follows from its number.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from dte_dist.errors import FrameError, LayoutMismatch
 from dte_dist.layout.dtypes import DTYPES, dtype_name
 from dte_dist.transport.base import Payload
 
-__all__ = ["MOST_DATA", "MOST_TEXT", "PIECE", "Arrival", "Description", "Incoming", "Packed", "Piece", "piece_sizes"]
+__all__ = [
+    "MOST_DATA", "MOST_TEXT", "PIECE", "Arrival", "Description", "Incoming", "Packed", "Piece", "piece_sizes",
+]  # fmt: skip
 
 PIECE: Final = 1 << 24
 """Most bytes of data in one piece."""
@@ -43,7 +46,7 @@ MOST_DATA: Final = 1 << 48
 """Most bytes of data of a payload."""
 
 Piece = tuple[int, Callable[[Tensor], object]]
-"""The bytes of a piece with its checksum, and what writes it into a uint8 buffer of that size, on any device."""
+"""The bytes of a piece with its checksum, and what writes it into a uint8 buffer of that size."""
 
 _FORMAT: Final = 1
 _MOST: Final = 1 << 62
@@ -108,7 +111,8 @@ class Description:
         try:
             return cls._read(json.loads(data))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FrameError(f"the description of a payload is damaged: {str(error)[:400]}", fix=_AGAIN) from error
+            what = f"the description of a payload is damaged: {str(error)[:400]}"
+            raise FrameError(what, fix=_AGAIN) from error
 
     @classmethod
     def _read(cls, document: Any) -> Description:
@@ -217,7 +221,8 @@ class Incoming:
             FrameError: a piece has not come.
         """
         if self._missing:
-            raise FrameError("a payload is not complete", got=f"{len(self._missing)} pieces are missing", fix=_AGAIN)
+            missing = f"{len(self._missing)} pieces are missing"
+            raise FrameError("a payload is not complete", got=missing, fix=_AGAIN)
         return self._data
 
 
@@ -264,7 +269,8 @@ class Arrival:
         begin = 0
         for index in described.order():
             end = begin + described.size(index)
-            tensors[described.names[index]] = data[begin:end].view(described.dtypes[index]).view(described.shapes[index])
+            elements = data[begin:end].view(described.dtypes[index])
+            tensors[described.names[index]] = elements.view(described.shapes[index])
             begin = end
         version, base, full, lineage, base_lineage, sender, plan = self.head
         return Payload(version, base, full, MappingProxyType(tensors), lineage, base_lineage, sender, plan)
@@ -301,7 +307,7 @@ def _checksum(data: Tensor) -> Any:
 
 
 def _place_sum(key: int, number: int) -> int:
-    """Return what is added to the checksum of a piece, modulo 2^64, so that it is not taken for another one; an int64."""
+    """Return an int64 that is added to the checksum of a piece: so it is not taken for another one."""
     mixed = (key << 32 | number) * 0x9E3779B97F4A7C15 % (1 << 64)
     return mixed - (1 << 64 if mixed >> 63 else 0)
 

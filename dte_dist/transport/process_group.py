@@ -5,8 +5,8 @@ and takes what it needs from other senders along; a rank that only receives come
 
 1. o Row: version, size of the description and of the data, from every rank. Different versions, or an error on any rank (a call that makes
      no sense, a payload that cannot be sent), are raised on all ranks.
-2. o Descriptions go from every sender to the ranks that need its payload, in pieces with checksums, and are checked there
-     (`packing.Description`).
+2. o Descriptions go from every sender to the ranks that need its payload, in pieces with checksums, and are
+     checked there (`packing.Description`).
 3. o Vote: is every description sound, and is there room for the data?
 4. o Data go the same way, in pieces with checksums.
 5. o Vote: has every rank everything, and is it sound? Only then `send` returns, and `receive` gives out the payloads, each once.
@@ -312,12 +312,14 @@ class ProcessGroupTransport(Transport):
             for sender, came in texts.items():
                 arrivals[sender] = self._arrival(sender, version, came, said[sender][1])
 
-        sizes = ({sender: piece_sizes(numbers[which]) for sender, numbers in said.items()} for which in range(2))
-        self._move_text(next(sizes), _pieces(faults, len(text), packed.text_pieces) if packed is not None else [], take_text)
+        text_sizes = {sender: piece_sizes(size) for sender, (size, _) in said.items()}
+        data_sizes = {sender: piece_sizes(size) for sender, (_, size) in said.items()}
+        texts_out = _pieces(faults, len(text), packed.text_pieces) if packed is not None else []
+        self._move_text(text_sizes, texts_out, take_text)
         _keep_error(faults, arrive)
         pieces = _pieces(faults, packed.nbytes, packed.pieces) if packed is not None else []
         self._vote(faults)
-        self._move_data(next(sizes), pieces, take_data)
+        self._move_data(data_sizes, pieces, take_data)
         payloads: dict[int, Payload] = {}
         self._watch.is_ending = True
         _keep_error(faults, lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}))
@@ -334,7 +336,8 @@ class ProcessGroupTransport(Transport):
         return arrival
 
     def _vote(self, faults: Sequence[Exception]) -> None:
-        _rows(self._control, explain_memory(faults[0] if faults else None, fix="free memory on this rank, and push again"))
+        fix = "free memory on this rank, and push again"
+        _rows(self._control, explain_memory(faults[0] if faults else None, fix=fix))
 
     def _refuse_closed(self) -> None:
         if self._why is not None:
@@ -384,7 +387,7 @@ def _keep_error(faults: list[Exception], call: Callable[[], Any]) -> None:
 
 
 def _pieces(faults: list[Exception], nbytes: int, make: Callable[[], list[Piece]]) -> list[tuple[int, Frame]]:
-    """Return the pieces of `nbytes`, for ranks that wait for them; those that cannot be made are zeros, which nobody takes."""
+    """Return the pieces of `nbytes`; those that cannot be made are zeros, which nobody takes."""
 
     def keeping(write: Callable[[Tensor], object], place: Tensor) -> None:
         error = error_of(lambda: write(place))
@@ -394,7 +397,8 @@ def _pieces(faults: list[Exception], nbytes: int, make: Callable[[], list[Piece]
 
     made, error = or_error(make)
     faults += [] if error is None else [error]
-    return [(size, partial(keeping, write)) for size, write in made or [(size, Tensor.zero_) for size in piece_sizes(nbytes)]]
+    zeros: list[Piece] = [(size, Tensor.zero_) for size in piece_sizes(nbytes)]
+    return [(size, partial(keeping, write)) for size, write in made or zeros]
 
 
 def _check_version(version: int) -> None:

@@ -7,8 +7,8 @@ For one sync, whose frame sizes every rank knows:
 3. The root collects bucket i + 1 while bucket i is on its way to the receivers. It decodes nothing.
 4. A receiver unpacks bucket i while bucket i + 1 arrives. Two buffers are enough on either side, unless receivers keep what comes.
 
-A receiver that has no memory for what is to be kept takes the buckets into two buffers that it reserved before, and passes them on all the
-same: `move` returns why.
+A receiver that has no memory for what is to be kept takes the buckets into two buffers that it reserved
+before, and passes them on all the same: `move` returns why.
 
 Buckets reach all receivers by a broadcast each, or, where much is sent or only a few receivers are meant, through
 a chain: each receiver passes pieces on to the next as they arrive, which costs the root one copy for any number of receivers.
@@ -96,7 +96,7 @@ class Relay:
         self._incoming, self._outgoing = Buffers(), Buffers()
 
     def reserve(self, most: Mapping[int, Sequence[int]], *, receiver: bool) -> None:
-        """Make room for buckets, so that memory for them is there when ranks are in step; to call where an error is told to all of them.
+        """Make room for buckets before ranks are in step; to call where an error is told to all of them.
 
         Args:
             most: by source, the most bytes of its frame of each chunk.
@@ -130,7 +130,7 @@ class Relay:
             keep: frames that `take` was called with stay as they are for as long as somebody holds them.
 
         Returns:
-            Why this rank could not keep its frames, so that `take` was not called with all of them; None if it was.
+            Why this rank could not keep its frames, so that `take` was not called with all; None if it was.
         """
         self._incoming.begin()
         total, buckets = sum(map(sum, sizes.values())), pack_buckets(sizes, self._bucket_bytes)

@@ -23,7 +23,8 @@ from typing import Final, NoReturn, TypeVar
 import numpy as np
 
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, PeerLost, from_wire, to_wire
-from dte_dist.transport.groups import DamagedRow, Wire
+from dte_dist.transport.groups import Wire
+from dte_dist.transport.guard import DamagedRow
 from dte_dist.transport.watch import Watch
 
 __all__ = ["Agreed", "agreed", "end_together", "error_of", "forget_frames", "or_error", "raise_if_any", "raise_together"]
@@ -92,7 +93,8 @@ def raise_if_any(
 ) -> np.ndarray:
     """Exchange a row, and raise the same error on every rank if any rank has one; all members must call.
 
-    A rank that could not send what it should makes others find damaged frames: a `FrameError` counts only if it is all there is.
+    A rank that could not send what it should makes others find damaged frames: a `FrameError` counts only if
+    no rank has another error.
 
     Args:
         wire: a group of the ranks concerned; over gloo.
@@ -113,7 +115,8 @@ def raise_if_any(
     rows = wire.rows(np.array([_mark(error), *said], np.int64))
     if rows[:, 0].any():
         counts = rows[:, 0] == (_OWN if (rows[:, 0] == _OWN).any() else _FOUND)
-        raise_together(wire, error, unsaid=unsaid, among=[rank for rank, mine in zip(wire.members, counts, strict=True) if mine])
+        among = [rank for rank, counted in zip(wire.members, counts, strict=True) if counted]
+        raise_together(wire, error, unsaid=unsaid, among=among)
     return rows[:, 1:]
 
 

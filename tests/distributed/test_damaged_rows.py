@@ -1,5 +1,6 @@
-"""Distributed tier, four ranks over gloo: a row or a description that comes damaged to one rank, at every exchange of an opening and of a
-sync. Every rank gets an error of the family in bounded time, no process ends, and the next calls, over a new channel, give right bits.
+"""Distributed tier, four ranks over gloo: a row or a description that comes damaged to one rank, at every
+exchange of an opening, of a sync and of a meeting. Every rank gets an error of the family in bounded time, no
+process ends, and the next calls, over a new channel, give right bits.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class Done:
 
 
 @contextmanager
-def damage(here: bool, number: int, sender: int, word: int, *, method: str = "swap_all", by: int = 8) -> Iterator[None]:
-    """Add to a word of what a rank sent, after it came here with exchange `number` on the control group (from 1)."""
+def damage(
+    here: bool, number: int, sender: int, word: int, *, method: str = "swap_all", by: int = 8
+) -> Iterator[None]:
+    """Add to a word of what a rank sent, once it came here with an exchange (from 1) on the control group."""
     original, calls = getattr(Wire, method), []
 
     def at_fault(wire: Wire) -> bool:
@@ -70,8 +73,10 @@ def damage(here: bool, number: int, sender: int, word: int, *, method: str = "sw
         assert not here or len(calls) >= number, f"there were {len(calls)} exchanges only"
 
 
-def until_it_works(call: Callable[[], Any], first: tuple[str, str] | None) -> tuple[list[tuple[str, str]], float, Any]:
-    """Call until a call works after an error; return all errors, the seconds of the longest call, and the last report.
+def until_it_works(
+    call: Callable[[], Any], first: tuple[str, str] | None
+) -> tuple[list[tuple[str, str]], float, Any]:
+    """Call until a call works after an error; return errors, seconds of the longest, and the last report.
 
     Args:
         call: of a collective.
@@ -90,7 +95,17 @@ def until_it_works(call: Callable[[], Any], first: tuple[str, str] | None) -> tu
     raise AssertionError(f"no call worked after an error: {errors}")
 
 
-def in_a_sync(rank: int, world: int, who: int, sender: int, *, number: int, word: int, rows: int = 48, fail: bool = False) -> Any:
+def in_a_sync(
+    rank: int,
+    world: int,
+    who: int,
+    sender: int,
+    *,
+    number: int,
+    word: int,
+    rows: int = 48,
+    fail: bool = False,
+) -> Any:
     """A first sync, one with damage, and calls until it works again; then two more steps."""
     held = Rows(rank, SOURCES, (rows, 4))
 
@@ -150,7 +165,9 @@ def test_a_damaged_row_in_a_sync_ends_it_on_all_ranks_and_the_next_call_is_right
     if before_the_vote:
         assert again[:5] == (2, 1, "delta", "", 24), "nobody moved: the next delta contains this one"
     elif who >= SOURCES:
-        assert again[2] == "delta" and again[10] == (who,), "only the rank that did not come to know of the vote"
+        assert again[2] == "delta" and again[10] == (who,), (
+            "only the rank that did not come to know of the vote"
+        )
     else:
         assert again[2:4] == ("full", "sources hold different versions")
     assert [report[2:4] for report in later] == [("delta", "")] * 2
@@ -180,10 +197,12 @@ def test_a_damaged_text_of_an_error_is_told_at_the_next_call(ranks: Ranks, who: 
     same([bits for *_, bits in found])
 
 
-# Opening -----------------------------------------------------------------------------------------------------------------
+# Opening ----------------------------------------------------------------------------------------------------
 
 
-def in_an_opening(rank: int, world: int, who: int, sender: int, *, number: int, word: int, method: str) -> Any:
+def in_an_opening(
+    rank: int, world: int, who: int, sender: int, *, number: int, word: int, method: str
+) -> Any:
     """The first call, with damage, and calls until it works; then one more step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("role", "shard"))["shard"]
     torch.manual_seed(rank // 2)
@@ -228,17 +247,32 @@ def test_damage_while_a_channel_opens_ends_that_on_all_ranks_and_the_next_call_o
     ranks: Ranks, row: dict[str, Any], who: int, sender: int
 ) -> None:
     if row["method"] == "broadcast":
-        who, sender = {0: (1, 0), 2: (3, 0), 3: (3, 0)}[who]  # rank 0 is the first that has the description of the sources
+        who, sender = {0: (1, 0), 2: (3, 0), 3: (3, 0)}[
+            who
+        ]  # rank 0 is the first that has the description of the sources
     found = ranks.run(in_an_opening, who, sender, **row)
     if row["number"] in (3, 4):
         name, text = same([errors[-1] for _, errors, *_ in found])
-        assert name == "FrameError" and text.startswith("a row came damaged") and text.endswith(f"(raised on rank {who} of the group)")
+        assert (
+            name == "FrameError"
+            and text.startswith("a row came damaged")
+            and text.endswith(f"(raised on rank {who} of the group)")
+        )
     else:
-        check_told({errors[-1] for _, errors, *_ in found}, who, sender, "description" if row["method"] == "broadcast" else "row")
+        check_told(
+            {errors[-1] for _, errors, *_ in found},
+            who,
+            sender,
+            "description" if row["method"] == "broadcast" else "row",
+        )
     if row["number"] < 5:
         assert all(first is not None for first, *_ in found)
     assert all(longest < SOON for _, _, longest, *_ in found)
-    assert same([reports for *_, reports, _ in found]) == [("full", "first sync"), ("delta", ""), ("delta", "")]
+    assert same([reports for *_, reports, _ in found]) == [
+        ("full", "first sync"),
+        ("delta", ""),
+        ("delta", ""),
+    ]
     same([bits for *_, bits in found])
 
 
@@ -271,12 +305,14 @@ def differing(rank: int, world: int, kind: str) -> Any:
         ("memory", "PeerLost", "rank 2 failed: MemoryError: no room for the plan"),
     ],
 )
-def test_a_rank_that_comes_to_something_else_while_a_channel_opens_is_known_to_all(ranks: Ranks, kind: str, name: str, said: str) -> None:
+def test_a_rank_that_comes_to_something_else_while_a_channel_opens_is_known_to_all(
+    ranks: Ranks, kind: str, name: str, said: str
+) -> None:
     error, soon, report, _ = same(ranks.run(differing, kind))
     assert error[0] == name and error[1].startswith(said) and soon and report == ("full", "first sync")
 
 
-# Payloads ----------------------------------------------------------------------------------------------------------------
+# Payloads ---------------------------------------------------------------------------------------------------
 
 
 def in_a_meeting(rank: int, world: int, who: int, number: int) -> Any:
@@ -288,7 +324,9 @@ def in_a_meeting(rank: int, world: int, who: int, number: int) -> Any:
         nonlocal transport
         transport = transport or dte_dist.ProcessGroupTransport(timeout=TIMEOUT)
         if rank == 0:
-            transport.send(dte_dist.Payload(version, -1, True, {"w": torch.full((50,), version)}), timeout=TIMEOUT)
+            transport.send(
+                dte_dist.Payload(version, -1, True, {"w": torch.full((50,), version)}), timeout=TIMEOUT
+            )
         else:
             assert transport.receive(version, timeout=TIMEOUT).tensors["w"].tolist() == [version] * 50
 

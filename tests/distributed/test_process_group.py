@@ -183,7 +183,7 @@ def test_a_damaged_description_is_a_frame_error_on_all_ranks_and_nothing_hangs(r
 
 
 def damaged_data(rank: int, world: int, what: str) -> tuple[tuple[str, str], int]:
-    """Flip a bit of a piece on rank 0, that of the description or one of the data, or say sizes that cannot be."""
+    """Flip a bit of a piece of the description or the data on rank 0, or say sizes that cannot be."""
     transport = ProcessGroupTransport(timeout=PATIENCE)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0 and what.startswith("a bit"):
@@ -536,7 +536,8 @@ def broken_meeting(rank: int, world: int, victim: int, flag: str) -> tuple[str, 
     Who waits for a dead rank to receive may learn of it only at the timeout: gloo does not wake it.
     """
     if rank == victim and flag:
-        _block(*(packing, "_write", 3) if rank == 0 else (Arrival, "take", 2), flag)  # that of the description comes before
+        where = (packing, "_write", 3) if rank == 0 else (Arrival, "take", 2)  # the description is one piece
+        _block(*where, flag)
     start = time.monotonic()
     sent = payload(2, 10 << 20) if rank == 0 else None
     error = caught(lambda: meet(STATE["transport"], rank, 2, sent=sent, timeout=SHORT))

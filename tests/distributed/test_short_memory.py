@@ -1,7 +1,7 @@
-"""Distributed tier, four ranks over gloo: memory that is short on one rank, at every place where it is asked for after a sync has begun.
+"""Distributed tier, four ranks over gloo: memory that is short on one rank, wherever a sync asks for it.
 
-All ranks raise the same error, which names the rank, the bytes and the way out; nothing has moved, the channel stays, and the next sync
-is a delta that contains this one. Only what a seed had written by then is seeded again.
+All ranks raise the same error, which names the rank, the bytes and the way out; nothing has moved, the
+channel stays, and the next sync is a delta that contains this one. Only what a seed wrote is seeded again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ BUCKET = 1 << 16
 ERRORS: list[Exception] = [
     MemoryError(),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 9 bytes."
     ),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
 ]
@@ -42,7 +43,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 class Model:
-    """Rows of a weight on the sources, first of all ranks or last; whole copies on the others, and on the root if it receives, too."""
+    """Rows of a weight on the sources, the first or the last ranks; whole copies on all that receive."""
 
     def __init__(self, rank: int, *, last: bool = False, colocated: bool = False) -> None:
         self.sources = [3, 2] if last else [0, 1]
@@ -66,7 +67,9 @@ class Model:
             self.part[3, :2] += by
 
     def sync(self, **options: Any) -> dte_dist.SyncReport:
-        report: dte_dist.SyncReport = sync(self.layout, src=self.sources, into=self.into, bucket_bytes=BUCKET, **options)
+        report: dte_dist.SyncReport = sync(
+            self.layout, src=self.sources, into=self.into, bucket_bytes=BUCKET, **options
+        )
         return report
 
     def held(self) -> str | None:
@@ -81,8 +84,10 @@ class Model:
 
 
 @contextmanager
-def short(here: bool, error: Exception, *, calls: int = 1, place: Any = None, name: str = "") -> Iterator[None]:
-    """On the ranks where this is `here`, let the allocator of the buffers raise from call number `calls` on, or a method that allocates."""
+def short(
+    here: bool, error: Exception, *, calls: int = 1, place: Any = None, name: str = ""
+) -> Iterator[None]:
+    """Where this is `here`, let the allocator of the buffers, or a method, raise from some call on."""
     original = kernels.empty if place is None else getattr(place, name)
     seen: list[int] = []
 
@@ -103,16 +108,22 @@ def short(here: bool, error: Exception, *, calls: int = 1, place: Any = None, na
 def told(errors: list[tuple[str, str]], poor: int, kind: str = "SyncFailed") -> str:
     """Check the error that all ranks raise; return its text."""
     name, text = same(errors)
-    assert name == kind and "a rank ran out of memory: " in text and text.endswith(f"(raised on rank {poor} of the group)"), text
+    assert (
+        name == kind
+        and "a rank ran out of memory: " in text
+        and text.endswith(f"(raised on rank {poor} of the group)")
+    ), text
     assert 'mode="full"' in text and "bucket_bytes=" in text
     return str(text)
 
 
-# A delta -----------------------------------------------------------------------------------------------------------------
+# A delta ----------------------------------------------------------------------------------------------------
 
 
-def delta(rank: int, world: int, poor: int, error: Exception, calls: int, *, chain: bool = False, **options: Any) -> dict[str, Any]:
-    """A delta that is too large for one rank; what the error says, where there is no more memory than before; and so on."""
+def delta(
+    rank: int, world: int, poor: int, error: Exception, calls: int, *, chain: bool = False, **options: Any
+) -> dict[str, Any]:
+    """A delta that is too large for one rank; what its error says to do, with no more memory; and so on."""
     model, found = Model(rank, colocated=True), dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch:
         if chain:
@@ -139,18 +150,30 @@ def delta(rank: int, world: int, poor: int, error: Exception, calls: int, *, cha
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["python", "torch", "cuda"])
-@pytest.mark.parametrize(("poor", "calls"), [(0, 1), (2, 1), (3, 2)], ids=["the root, which receives", "a receiver", "the last one, later"])
+@pytest.mark.parametrize(
+    ("poor", "calls"),
+    [(0, 1), (2, 1), (3, 2)],
+    ids=["the root, which receives", "a receiver", "the last one, later"],
+)
 @pytest.mark.parametrize("way", [{}, {"chain": True}, {"route": "p2p"}], ids=["broadcast", "a chain", "p2p"])
 def test_a_delta_that_one_rank_has_no_memory_for_moves_nobody(
     ranks: Ranks, way: dict[str, Any], poor: int, calls: int, error: Exception
 ) -> None:
     found = ranks.run(delta, poor, error, calls, **way)
     text = told([each["error"] for each in found], poor)
-    assert f"a rank ran out of memory: {type(error).__name__}" in text and str(error) in text and "expected room for " in text
-    assert same([each["again"] for each in found]) == found[0]["error"], "the same again while there is no memory"
+    assert (
+        f"a rank ran out of memory: {type(error).__name__}" in text
+        and str(error) in text
+        and "expected room for " in text
+    )
+    assert same([each["again"] for each in found]) == found[0]["error"], (
+        "the same again while there is no memory"
+    )
     assert all(each["untouched"] and each["kept"] and all(each["right"]) for each in found)
     assert same([each["next"] for each in found]) == (2, 1, "delta", "", SHAPE[0] * SHAPE[1] // 2)
-    assert same([each["full"] for each in found]) == ("full", "mode") and same([each["after"] for each in found]) == ("delta", "")
+    assert same([each["full"] for each in found]) == ("full", "mode") and same(
+        [each["after"] for each in found]
+    ) == ("delta", "")
 
 
 def staged(rank: int, world: int, poor: int, place: Any, name: str, *, small: bool) -> dict[str, Any]:
@@ -171,8 +194,18 @@ def staged(rank: int, world: int, poor: int, place: Any, name: str, *, small: bo
 @pytest.mark.parametrize("small", [True, False], ids=["letters", "buckets"])
 @pytest.mark.parametrize(
     ("poor", "place", "name"),
-    [(0, ReceiverState, "_take"), (3, ReceiverState, "_take"), (0, FrameWriter, "finish"), (1, FrameWriter, "finish")],
-    ids=["a frame read on the root", "a frame read on a receiver", "a frame made on the root", "a frame made on the other source"],
+    [
+        (0, ReceiverState, "_take"),
+        (3, ReceiverState, "_take"),
+        (0, FrameWriter, "finish"),
+        (1, FrameWriter, "finish"),
+    ],
+    ids=[
+        "a frame read on the root",
+        "a frame read on a receiver",
+        "a frame made on the root",
+        "a frame made on the other source",
+    ],
 )
 def test_memory_that_is_short_while_frames_are_read_or_made_moves_nobody(
     ranks: Ranks, poor: int, place: Any, name: str, small: bool
@@ -183,7 +216,7 @@ def test_memory_that_is_short_while_frames_are_read_or_made_moves_nobody(
     assert same([each["next"] for each in found]) == (4, 3, "delta", "")
 
 
-# A seed ------------------------------------------------------------------------------------------------------------------
+# A seed -----------------------------------------------------------------------------------------------------
 
 
 def reserved(rank: int, world: int, poor: int, calls: int, **options: Any) -> dict[str, Any]:
@@ -202,7 +235,9 @@ def reserved(rank: int, world: int, poor: int, calls: int, **options: Any) -> di
 
 
 @pytest.mark.parametrize(
-    ("poor", "calls"), [(0, 1), (0, 2), (1, 1), (3, 2)], ids=["root", "root, the second", "other source", "receiver, the second"]
+    ("poor", "calls"),
+    [(0, 1), (0, 2), (1, 1), (3, 2)],
+    ids=["root", "root, the second", "other source", "receiver, the second"],
 )
 @pytest.mark.parametrize("route", ["broadcast", "p2p"])
 def test_two_buckets_that_one_rank_has_no_memory_for_are_told_before_anything_moves(
@@ -211,7 +246,9 @@ def test_two_buckets_that_one_rank_has_no_memory_for_are_told_before_anything_mo
     found = ranks.run(reserved, poor, calls, route=route)
     told([each["error"] for each in found], poor)
     assert all(each["untouched"] and each["kept"] and all(each["right"]) for each in found)
-    assert same([each["next"] for each in found])[2] == "full" and same([each["after"] for each in found]) == ("delta", "")
+    assert same([each["next"] for each in found])[2] == "full" and same(
+        [each["after"] for each in found]
+    ) == ("delta", "")
 
 
 SEEDS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
@@ -224,7 +261,9 @@ SEEDS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
 }
 
 
-def seeded(rank: int, world: int, poor: int, place: Any, name: str, *, last: bool = False, **options: Any) -> dict[str, Any]:
+def seeded(
+    rank: int, world: int, poor: int, place: Any, name: str, *, last: bool = False, **options: Any
+) -> dict[str, Any]:
     model, found = Model(rank, last=last), dict[str, Any]()
     with short(rank == poor, ERRORS[0], calls=3, place=place, name=name):
         found["error"] = caught(lambda: model.sync(**options))
@@ -244,11 +283,14 @@ def test_memory_that_is_short_during_a_seed_is_apply_failed_and_names_the_rank(
     """Whoever finds frames that could not be made says less of it than the rank that could not make them."""
     found = ranks.run(seeded, poor, place, name, **how)
     told([each["error"] for each in found], poor, "ApplyFailed")
-    assert same([each["next"] for each in found]) == "full" and same([each["after"] for each in found]) == ("delta", "")
+    assert same([each["next"] for each in found]) == "full" and same([each["after"] for each in found]) == (
+        "delta",
+        "",
+    )
     assert all(each["kept"] and all(each["right"]) for each in found)
 
 
-# Real ------------------------------------------------------------------------------------------------------------------
+# Real -------------------------------------------------------------------------------------------------------
 
 
 def limited(rank: int, world: int, poor: int) -> dict[str, Any]:
@@ -280,18 +322,20 @@ def test_addresses_that_the_system_does_not_give_are_told_like_that(ranks: Ranks
     assert same([each["next"] for each in found]) == (2, 1, "delta", "", 3072 * 4096)
 
 
-# Payloads ----------------------------------------------------------------------------------------------------------------
+# Payloads ---------------------------------------------------------------------------------------------------
 
 
 def payloads(rank: int, world: int, case: str) -> dict[str, Any]:
-    """A payload of three pieces, its description before it; memory is short on one rank at some call of what allocates."""
+    """A payload of two pieces, its description before it; memory is short on one rank at some call."""
     poor, place, name, calls = PAYLOADS[case]
     transport = dte_dist.ProcessGroupTransport(timeout=TIMEOUT)
     found: dict[str, Any] = {}
 
     def meet(version: int) -> int:
         if rank == 0:
-            transport.send(dte_dist.Payload(version, -1, True, {"w": torch.full((5 << 20,), version)}), timeout=TIMEOUT)
+            transport.send(
+                dte_dist.Payload(version, -1, True, {"w": torch.full((5 << 20,), version)}), timeout=TIMEOUT
+            )
             return version
         return int(transport.receive(version, timeout=TIMEOUT).tensors["w"][-1])
 
@@ -317,6 +361,10 @@ PAYLOADS: dict[str, tuple[int, Any, str, int]] = {
 def test_a_payload_that_one_rank_has_no_memory_for_reaches_nobody(ranks: Ranks, case: str) -> None:
     found = ranks.run(payloads, case)
     kind, text = same([each["error"] for each in found])
-    assert kind == "SyncFailed" and "a rank ran out of memory: MemoryError" in text and "free memory on this rank, and push again" in text
+    assert (
+        kind == "SyncFailed"
+        and "a rank ran out of memory: MemoryError" in text
+        and "free memory on this rank, and push again" in text
+    )
     assert text.endswith(f"(raised on rank {PAYLOADS[case][0]} of the group)")
     assert same([each["next"] for each in found]) == [3, 4]

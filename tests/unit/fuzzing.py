@@ -2,7 +2,7 @@
 
     DTE_FUZZ_SEED=7 DTE_FUZZ_INPUTS=5000 python -m pytest tests/unit/test_fuzz_readers.py
 
-The seed of a run is printed with what it found, and without one in the environment it is another one each time.
+The seed of a run is printed with what it found; without one in the environment it is another one each time.
 Input number n of a reader depends on the seed, on the name of the reader and on n alone.
 """
 
@@ -34,14 +34,16 @@ PATIENCE = 30.0
 """Seconds that reading one input never takes, whatever else the machine does."""
 
 EXTREMES = [
-    0, 1, 2, 7, 8, -1, -2, -8, 127, 128, 255, 256, 1 << 15, (1 << 16) - 1, 1 << 16, 1 << 20, 1 << 28, (1 << 28) + 1, (1 << 31) - 1,
-    1 << 31, (1 << 32) - 8, (1 << 32) - 1, 1 << 32, 1 << 48, 1 << 53, 1 << 60, 1 << 61, (1 << 62) - 1, 1 << 62, (1 << 63) - 1,
+    0, 1, 2, 7, 8, -1, -2, -8, 127, 128, 255, 256, 1 << 15, (1 << 16) - 1, 1 << 16, 1 << 20, 1 << 28,
+    (1 << 28) + 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 8, (1 << 32) - 1, 1 << 32, 1 << 48, 1 << 53, 1 << 60,
+    1 << 61, (1 << 62) - 1, 1 << 62, (1 << 63) - 1,
     -(1 << 31), -(1 << 32), -(1 << 62), -(1 << 63), -(1 << 63) + 1,
 ]  # fmt: skip
 
+
 @contextmanager
 def limited_memory() -> Iterator[None]:
-    """Let the process have few more addresses than it has; where the system does not say how many that are, as many as it likes."""
+    """Let the process have few more addresses than it has, where the system tells how many that are."""
     if not os.path.exists("/proc/self/statm"):
         yield
         return
@@ -61,8 +63,8 @@ def fuzz(name: str, inputs: int, one: Callable[[Random], str]) -> Counter[str]:
     Args:
         name: of the reader.
         inputs: how many, unless the environment says otherwise.
-        one: makes an input, reads it, checks what came of it, and says in a word what that was. What it raises is counted
-            if the reader may refuse with it, and is an error of the test if not.
+        one: makes an input, reads it, checks what came of it, and says in a word what that was. What it
+            raises is counted if the reader may refuse with it, and is an error of the test if not.
     """
     counts: Counter[str] = Counter()
     longest = 0.0
@@ -120,7 +122,9 @@ def _number(rng: Random, data: bytearray, _: Sequence[bytes]) -> None:
     if rng.random() < 0.5:
         at = min(at, rng.randrange(0, 36) * 4) // size * size  # heads stand in front
     there = int.from_bytes(data[at : at + size], "little")
-    value = rng.choice([*EXTREMES, len(data), len(data) // 8, there + 1, there - 1, there + 8, 2 * there, ~there])
+    value = rng.choice(
+        [*EXTREMES, len(data), len(data) // 8, there + 1, there - 1, there + 8, 2 * there, ~there]
+    )
     data[at : at + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
 
 
@@ -169,17 +173,18 @@ def _swap(rng: Random, data: bytearray, _: Sequence[bytes]) -> None:
 _DAMAGE = [_flip, _flip, _set, _number, _number, _number, _cut, _extend, _splice, _splice, _remove, _swap]
 
 
-# JSON --------------------------------------------------------------------------------------------------------------------
+# JSON -------------------------------------------------------------------------------------------------------
 
 _VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 63, 65, 1.0, 0.5, -0.0, 1e300, float("inf"), float("nan"), 1 << 62, (1 << 62) + 1, 1 << 63, 1 << 64,
-    1 << 200, 10**400, -(1 << 63), "", "w", "bfloat16", "float32", "qint8", "receiver", "\0", "\ud800", "é" * 40, "x" * 3000, "0" * 33,
-    [], [[]], [0], [-1], [1, 2, 3], [0] * 70, [1 << 40] * 3, {}, {"w": "float32"}, {"w": 1}, [True], [None], [[0, 1 << 62]],
+    None, True, False, 0, 1, -1, 2, 63, 65, 1.0, 0.5, -0.0, 1e300, float("inf"), float("nan"), 1 << 62,
+    (1 << 62) + 1, 1 << 63, 1 << 64, 1 << 200, 10**400, -(1 << 63), "", "w", "bfloat16", "float32", "qint8",
+    "receiver", "\0", "\ud800", "é" * 40, "x" * 3000, "0" * 33, [], [[]], [0], [-1], [1, 2, 3], [0] * 70,
+    [1 << 40] * 3, {}, {"w": "float32"}, {"w": 1}, [True], [None], [[0, 1 << 62]],
 ]  # fmt: skip
 
 
 def damage_json(rng: Random, document: Any, *, most: int = 3) -> bytes:
-    """Return JSON that differs from a document in one to `most` places, and rarely its bytes damaged as well."""
+    """Return JSON that differs from a document in one to `most` places, or is damaged as bytes, too."""
     document = copy.deepcopy(document)
     for _ in range(rng.randint(1, most)):
         holders = list(_holders(document))
@@ -212,7 +217,9 @@ def _change(rng: Random, holder: Any, key: Any, holders: Sequence[Any]) -> None:
         holder[key] = [there]
     elif how == 3:
         other = rng.choice(holders)
-        holder[key] = copy.deepcopy(other[rng.choice(list(other) if isinstance(other, dict) else range(len(other)))])
+        holder[key] = copy.deepcopy(
+            other[rng.choice(list(other) if isinstance(other, dict) else range(len(other)))]
+        )
     elif how == 4 and isinstance(holder, list):
         at = rng.randrange(len(holder))
         holder[key], holder[at] = holder[at], there

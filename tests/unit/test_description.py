@@ -1,4 +1,4 @@
-"""Descriptions come back as they were written; whatever is not sound in one is a LayoutMismatch that names the rank."""
+"""Descriptions come back as they were written; what is not sound is a LayoutMismatch that names the rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def parts(data: bytes) -> list[bytes]:
 
 
 def joined(head: bytes, manifest: bytes, into: bytes = b"", sizes: list[int] | None = None) -> bytes:
-    return np.array(sizes or [len(head), len(manifest), len(into)], np.int64).tobytes() + head + manifest + into
+    return (
+        np.array(sizes or [len(head), len(manifest), len(into)], np.int64).tobytes() + head + manifest + into
+    )
 
 
 @pytest.mark.parametrize("into", [None, "receiver"])
@@ -51,7 +53,10 @@ def test_a_description_comes_back(into: str | None, sources: tuple[int, ...] | N
 
 
 def test_wire_dtypes_by_name_come_back() -> None:
-    assert Description.parse(written(wire_dtype=torch.bfloat16), rank=0, size=1).wire == {"weight": "bfloat16", "bias": "bfloat16"}
+    assert Description.parse(written(wire_dtype=torch.bfloat16), rank=0, size=1).wire == {
+        "weight": "bfloat16",
+        "bias": "bfloat16",
+    }
 
 
 def said(path: list[Any], value: Any) -> Callable[[dict[str, Any]], None]:
@@ -115,8 +120,30 @@ def test_a_head_that_cannot_be_is_refused(change: Callable[[dict[str, Any]], Any
 
 @pytest.mark.parametrize(
     "head",
-    [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe{}", b"[" * 100_000, b'{"options": 1e999}', b"9" * 5000, b"\x00" * 8],
-    ids=["empty", "cut short", "a list", "a number", "null", "no text", "deep", "infinite", "digits", "zeros"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"null",
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"options": 1e999}',
+        b"9" * 5000,
+        b"\x00" * 8,
+    ],
+    ids=[
+        "empty",
+        "cut short",
+        "a list",
+        "a number",
+        "null",
+        "no text",
+        "deep",
+        "infinite",
+        "digits",
+        "zeros",
+    ],
 )
 def test_json_that_is_none_is_refused(head: bytes) -> None:
     refused(joined(head, parts(written())[1]))
@@ -124,7 +151,15 @@ def test_json_that_is_none_is_refused(head: bytes) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [[-1, 0, 0], [LARGE, 0, 0], [0, LARGE, -LARGE], [1 << 62, 1 << 62, 0], [1 << 63 - 1, 1, 1], [0, 0, 0], [10, 20, 30]],
+    [
+        [-1, 0, 0],
+        [LARGE, 0, 0],
+        [0, LARGE, -LARGE],
+        [1 << 62, 1 << 62, 0],
+        [1 << 63 - 1, 1, 1],
+        [0, 0, 0],
+        [10, 20, 30],
+    ],
     ids=str,
 )
 def test_sizes_of_parts_that_do_not_add_up_are_refused(sizes: list[int]) -> None:
@@ -137,7 +172,9 @@ def test_a_description_cut_short_or_with_a_damaged_manifest_is_refused() -> None
     for size in (*range(0, 64), len(data) // 2, len(data) - 1):
         refused(data[:size])
     head, manifest, into = parts(data)
-    assert "manifest" in refused(joined(head, manifest[::-1], into)) and "manifest" in refused(joined(head, manifest, into[:-1]))
+    assert "manifest" in refused(joined(head, manifest[::-1], into)) and "manifest" in refused(
+        joined(head, manifest, into[:-1])
+    )
 
 
 @pytest.mark.parametrize("size", [0, 23, -8, MOST_BYTES + 1, LARGE, -(1 << 63)])
@@ -147,13 +184,21 @@ def test_the_size_of_a_description_is_looked_at_before_anyone_makes_room(size: i
         check_counts([300, size, 300])
 
 
-# Coordinates -------------------------------------------------------------------------------------------------------------
+# Coordinates ------------------------------------------------------------------------------------------------
 
 
 def on_meshes() -> Description:
     meshes = (MeshSpec((2, 2), (0, 1, 2, 3)), MeshSpec((2,), (1, 3)))
     entries = [Entry("w", (4, 4), "float32", Placement(0, (Cut(0, 1),))), Entry("x", (4,), "float32", WHOLE)]
-    return Description({}, None, False, False, (False, False), Manifest.build(entries, meshes), Manifest.build(entries, meshes[:1]))
+    return Description(
+        {},
+        None,
+        False,
+        False,
+        (False, False),
+        Manifest.build(entries, meshes),
+        Manifest.build(entries, meshes[:1]),
+    )
 
 
 @pytest.mark.parametrize("number", [0, 4, 6, LARGE, -1])
@@ -172,7 +217,9 @@ def test_coordinates_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [[2, 0, -1, 0, 1], [0, -1, -1, 0, 1], [-2, -2, -1, 0, 1], [0, 0, 2, 0, 1], [0, 0, 0, LARGE, 0]], ids=str
+    "numbers",
+    [[2, 0, -1, 0, 1], [0, -1, -1, 0, 1], [-2, -2, -1, 0, 1], [0, 0, 2, 0, 1], [0, 0, 0, LARGE, 0]],
+    ids=str,
 )
 def test_a_coordinate_outside_its_mesh_is_refused(numbers: list[int]) -> None:
     with pytest.raises(LayoutMismatch, match=r"a rank is at no place of a mesh \[ranks 2;"):

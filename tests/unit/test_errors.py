@@ -41,12 +41,14 @@ def test_a_subclass_travels_as_the_class_of_the_family_that_it_is_one_of() -> No
         pass
 
     assert type(told(Special("lost one"))) is VersionGap and str(told(Special("lost one"))) == "lost one"
-    assert type(told(type("FrameError", (DeltaError,), {})("another"))) is DeltaError, "it goes by the class, not by its name"
+    namesake = type("FrameError", (DeltaError,), {})
+    assert type(told(namesake("another"))) is DeltaError, "it goes by the class, not by its name"
 
 
 def test_every_text_can_be_told() -> None:
     """Half of a letter, which JSON can spell and so a name of another rank may have, cannot be encoded."""
-    assert str(LayoutMismatch("shapes differ", slot="w\ud800é", got="\udfff")) == "shapes differ [slot 'w\\ud800é'; got \\udfff]"
+    error = LayoutMismatch("shapes differ", slot="w\ud800é", got="\udfff")
+    assert str(error) == "shapes differ [slot 'w\\ud800é'; got \\udfff]"
 
 
 def test_zeros_are_no_error() -> None:

@@ -1,8 +1,8 @@
-"""Whatever comes from other ranks, damaged at random: each reader returns the right thing, or refuses by an error of the family.
+"""Whatever comes from other ranks, damaged at random: a reader returns the right thing, or refuses.
 
-Where a checksum or a guard goes with the input it is left as it was, and then nothing but what was sent may come out; or it is mended, as
-a program with a fault would have written it, and then whatever comes out must be safe to work with. Inputs are small, and so is the memory
-that reading may take.
+Where a checksum or a guard goes with the input it is left as it was, and then nothing but what was sent may
+come out; or it is mended, as a program with a fault would have written it, and then whatever comes out must be
+safe to work with. Inputs are small, and so is the memory that reading may take.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,11 +32,19 @@ from dte_dist.collectives.options import Options
 from dte_dist.collectives.sync import Sync, _check_calls
 from dte_dist.engine.bounds import check_rows
 from dte_dist.engine.control import NONE, ControlRow, decide, held
-from dte_dist.engine.payload import HEADER, MAGIC, Change, apply_changes, check_changes, read_payload, write_payload
+from dte_dist.engine.payload import (
+    HEADER,
+    MAGIC,
+    Change,
+    apply_changes,
+    check_changes,
+    read_payload,
+    write_payload,
+)
 from dte_dist.errors import FrameError, PeerLost, from_wire, to_wire
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.guard import guard_of
 from dte_dist.transport.packing import Arrival, Incoming, Packed, piece_sizes
 from dte_dist.transport.packing import Description as PayloadDescription
 from dte_dist.transport.process_group import _check_rows
@@ -53,10 +61,22 @@ def compiled() -> None:
     cases()
 
 
-# Frames ------------------------------------------------------------------------------------------------------------------
+# Frames -----------------------------------------------------------------------------------------------------
 
-HEAD_OF = FrameHead(schema=5, stream=6, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000)
-CODECS = ["fast", "small", "i32+raw", "u16+ulp", "ef+planes", "bitmap+ulp8", "again+planes", "dense+planes", "ef+raw"]
+HEAD_OF = FrameHead(
+    schema=5, stream=6, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000
+)
+CODECS = [
+    "fast",
+    "small",
+    "i32+raw",
+    "u16+ulp",
+    "ef+planes",
+    "bitmap+ulp8",
+    "again+planes",
+    "dense+planes",
+    "ef+raw",
+]
 
 
 class Case:
@@ -78,26 +98,54 @@ class Case:
 
     def _written(self, rng: np.random.Generator, chooser: Chooser, head: FrameHead, width: int) -> Tensor:
         writer = FrameWriter(head, CPU, chooser, self.writer_history)
-        for first, length, density in ((1000, 300, 0.2), (1300, 70_000, 0.001), (80_000, 500, 1.0), (90_000, 64, 0.5)):
+        for first, length, density in (
+            (1000, 300, 0.2),
+            (1300, 70_000, 0.001),
+            (80_000, 500, 1.0),
+            (90_000, 64, 0.5),
+        ):
             known = bits(rng, length, width)
             where = rng.random(length) < density if density < 1 else np.ones(length, np.bool_)
             new = known.clone()
-            new[torch.from_numpy(where)] += torch.from_numpy(rng.integers(1, 4, int(where.sum()))).to(new.dtype)
+            new[torch.from_numpy(where)] += torch.from_numpy(rng.integers(1, 4, int(where.sum()))).to(
+                new.dtype
+            )
             positions = torch.from_numpy(np.flatnonzero(where).astype(np.int32))
             relative = chooser.relative(width)
-            values = torch_codecs.distances(known[positions.long()], new[positions.long()]) if relative else new[positions.long()]
-            writer.add(first, length, None if density == 1 else positions, values, relative=relative, whole=lambda new=new: new)
+            values = (
+                torch_codecs.distances(known[positions.long()], new[positions.long()])
+                if relative
+                else new[positions.long()]
+            )
+            writer.add(
+                first,
+                length,
+                None if density == 1 else positions,
+                values,
+                relative=relative,
+                whole=lambda new=new: new,
+            )
         return writer.finish()
 
 
 def bits(rng: np.random.Generator, count: int, width: int) -> Tensor:
-    return torch.from_numpy(rng.integers(0, 256, (count + 1) * width, np.uint8)).view(BITS[width])[:count].clone()
+    return (
+        torch.from_numpy(rng.integers(0, 256, (count + 1) * width, np.uint8))
+        .view(BITS[width])[:count]
+        .clone()
+    )
 
 
 def said(segments: list[Segment]) -> list[Any]:
     """What segments mean, as values."""
     return [
-        (each.first, each.length, each.relative, None if each.positions is None else each.unpacked().tolist(), each.values.tolist())
+        (
+            each.first,
+            each.length,
+            each.relative,
+            None if each.positions is None else each.unpacked().tolist(),
+            each.values.tolist(),
+        )
         for each in segments
     ]
 
@@ -154,13 +202,17 @@ def frame_as_it_came(rng: Random) -> str:
     frame = tensor_of(data)
     read_head(frame) if len(frame) and rng.random() < 0.3 else None
     segments = read_frame(frame, case.expect, rng.choice([None, case.history]), packed=rng.random() < 0.5)
-    assert data == case.data or said(segments) == case.segments, "the checksum is right, but not what was sent"
+    assert data == case.data or said(segments) == case.segments, (
+        "the checksum is right, but not what was sent"
+    )
     return "read"
 
 
 def frame_with_its_checksum_mended(rng: Random) -> str:
     case, data = a_frame(rng)
-    segments = read_frame(sealed(data), case.expect, rng.choice([None, case.history]), packed=rng.random() < 0.5)
+    segments = read_frame(
+        sealed(data), case.expect, rng.choice([None, case.history]), packed=rng.random() < 0.5
+    )
     check_segments(segments, case.expect)
     return "read"
 
@@ -169,14 +221,16 @@ def frame_on_a_device(rng: Random) -> str:
     """The same with the kernels of accelerators, over CPU memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "on", lambda device: torch_ops)
-        patch.setattr(kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else torch_codecs)
+        patch.setattr(
+            kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else torch_codecs
+        )
         case, data = a_frame(rng)
         segments = read_frame(sealed(data), case.expect, rng.choice([None, case.history]))
         check_segments(segments, case.expect)
     return "read"
 
 
-# Layouts -----------------------------------------------------------------------------------------------------------------
+# Layouts ----------------------------------------------------------------------------------------------------
 
 MESHES = (MeshSpec((2, 2), (0, 1, 2, 3)), MeshSpec((2,), (1, 3)))
 
@@ -188,8 +242,14 @@ def manifests() -> list[Manifest]:
     rows = [Entry(f"layers.{n}.weight", (8, 3), "bfloat16", Placement(0, (Cut(0, 1),))) for n in range(4)]
     fused = [Entry("fused", (4, 4), "float32", left), Entry("fused", (4, 4), "float32", right)]
     return [
-        Manifest.build([*rows, Entry("scalar", (), "int64", WHOLE), *fused], MESHES, [["layers.0.weight", "layers.1.weight"]]),
-        Manifest.build([Entry("w", (7, 3), "float32", WHOLE), Entry("é模", (0, 4), "bool", Placement(1))], MESHES[:2]),
+        Manifest.build(
+            [*rows, Entry("scalar", (), "int64", WHOLE), *fused],
+            MESHES,
+            [["layers.0.weight", "layers.1.weight"]],
+        ),
+        Manifest.build(
+            [Entry("w", (7, 3), "float32", WHOLE), Entry("é模", (0, 4), "bool", Placement(1))], MESHES[:2]
+        ),
         Manifest.build([Entry("norm", (7,), "float8_e4m3fn", Placement(1))], MESHES, []),
         Manifest.build([Entry("w", (16, 16), "float16", cut)], MESHES),
         Manifest.build([]),
@@ -223,8 +283,15 @@ def descriptions() -> list[bytes]:
     layout = Layout.from_tensors({"w": torch.zeros(3, 2), "b": torch.zeros(2, dtype=torch.bfloat16)})
     return [
         describe(torch.nn.Linear(2, 3), None, Options(), "cpu:gloo").data,
-        describe(torch.nn.Linear(2, 3), None, Options(sources=(2, 0), wire_dtype=torch.bfloat16, anchor_interval=7), "cpu:gloo").data,
-        describe(layout, Layout.from_tensors({"w": torch.zeros(3, 2)}), Options(wire_dtype="receiver"), "cpu:gloo").data,
+        describe(
+            torch.nn.Linear(2, 3),
+            None,
+            Options(sources=(2, 0), wire_dtype=torch.bfloat16, anchor_interval=7),
+            "cpu:gloo",
+        ).data,
+        describe(
+            layout, Layout.from_tensors({"w": torch.zeros(3, 2)}), Options(wire_dtype="receiver"), "cpu:gloo"
+        ).data,
     ]
 
 
@@ -249,7 +316,9 @@ def description_with_other_json(rng: Random) -> str:
     sizes = np.frombuffer(data[:24], np.int64).tolist()
     head, rest = data[24 : 24 + sizes[0]], data[24 + sizes[0] :]
     head = damage_json(rng, json.loads(head))
-    check_description(RankDescription.parse(np.array([len(head), *sizes[1:]]).tobytes() + head + rest, rank=1, size=4))
+    check_description(
+        RankDescription.parse(np.array([len(head), *sizes[1:]]).tobytes() + head + rest, rank=1, size=4)
+    )
     return "read"
 
 
@@ -258,7 +327,9 @@ def numbers_of_an_opening(rng: Random) -> str:
     manifest = rng.choice(manifests())
     said = RankDescription({}, None, False, False, (False, False), manifest, rng.choice([None, *manifests()]))
     sound = [rng.choice([-1] * 2 + [0, 1])] * said.numbers
-    numbers = [rng.choice([number, rng.choice(EXTREMES)]) if rng.random() < 0.2 else number for number in sound]
+    numbers = [
+        rng.choice([number, rng.choice(EXTREMES)]) if rng.random() < 0.2 else number for number in sound
+    ]
     check_counts([rng.choice([24, 300, 1 << 28]), rng.choice([300, 300, rng.choice(EXTREMES)])])
     _check_numbers([rng.choice([len(numbers)] * 3 + [rng.choice(EXTREMES)])], [said])
     places = _unflatten(said, numbers, 3)
@@ -268,7 +339,7 @@ def numbers_of_an_opening(rng: Random) -> str:
     return "read"
 
 
-# Rows --------------------------------------------------------------------------------------------------------------------
+# Rows -------------------------------------------------------------------------------------------------------
 
 
 def a_table(rng: Random) -> tuple[list[ControlRow], list[int], list[int]]:
@@ -291,20 +362,29 @@ def a_table(rng: Random) -> tuple[list[ControlRow], list[int], list[int]]:
 
 def control_rows(rng: Random) -> str:
     rows, sources, receivers = a_table(rng)
-    route = SimpleNamespace(most={source: [800, 800] for source in sources}, chunks={source: [0, 0] for source in sources})
+    route = SimpleNamespace(
+        most={source: [800, 800] for source in sources}, chunks={source: [0, 0] for source in sources}
+    )
     table = np.stack([row.pack([8, 800] if row.is_source else [], 5) for row in rows])
     for _ in range(rng.choice([0, 1, 1, 2, 4])):
-        table[rng.randrange(len(table)), rng.randrange(table.shape[1])] = rng.choice([*EXTREMES, *range(-1, 9), rng.getrandbits(62)])
+        table[rng.randrange(len(table)), rng.randrange(table.shape[1])] = rng.choice(
+            [*EXTREMES, *range(-1, 9), rng.getrandbits(62)]
+        )
     check_rows(table, sources, receivers)
     unpacked = [ControlRow.unpack(row) for row in table]
     _check_calls(unpacked)
-    Sync._check_sizes(SimpleNamespace(_route=route), table[:, ControlRow.columns() :])  # type: ignore[arg-type]
-    sizes = table[:, ControlRow.columns() :]
+    sizes, sync = table[:, ControlRow.columns() :], cast(Sync, SimpleNamespace(_route=route))
+    Sync._check_sizes(sync, sizes)
     assert all(0 <= size <= 800 and size % 8 == 0 for size in sizes.flatten().tolist())
     decision = decide(unpacked, sources[0])
     version, ranks = held(unpacked)
     assert sorted([*decision.followers, *decision.seeded]) == receivers and set(ranks) <= set(receivers)
-    assert version >= NONE and 0 < decision.version < 1 << 62 and decision.version > decision.base and decision.reason is not None
+    assert (
+        version >= NONE
+        and 0 < decision.version < 1 << 62
+        and decision.version > decision.base
+        and decision.reason is not None
+    )
     return "decided"
 
 
@@ -321,19 +401,19 @@ def rows_of_a_meeting(rng: Random) -> str:
 
 
 def guarded_row(rng: Random) -> str:
-    """No damage to a row, its guard included, passes; nor is it taken for that of another rank, or of another exchange."""
-    wire = Wire.__new__(Wire)
-    wire._turn = rng.randrange(1, 1000)
+    """No damage to a row or its guard passes; nor is it taken for that of another rank or exchange."""
+    turn = rng.randrange(1, 1000)
     row = np.array([rng.choice([0, 1, rng.getrandbits(62)]) for _ in range(rng.randint(1, 20))])
-    data = np.array([*row, wire._guard_of(row, 2)]).tobytes()
-    turn = wire._turn
-    others = [np.array([*row, wire._guard_of(row, rank)]).tobytes() for rank in (1, 3)]
-    wire._turn += 1
-    others.append(np.array([*row, wire._guard_of(row, 2)]).tobytes())
-    wire._turn = turn
+    data = np.array([*row, guard_of(row, 2, turn)]).tobytes()
+    others = [
+        np.array([*row, guard_of(row, *each)]).tobytes()
+        for each in ((1, turn), (3, turn), (2, turn + 1), (2, turn - 1))
+    ]
     damaged = rng.choice(others) if rng.random() < 0.1 else damage_bytes(rng, data, others)
-    came = np.frombuffer((damaged + bytes(len(data)))[: len(data)], np.int64)  # a short message leaves what was there
-    sound = wire._guard_of(came[:-1], 2) == came[-1]
+    came = np.frombuffer(
+        (damaged + bytes(len(data)))[: len(data)], np.int64
+    )  # a short message leaves what was there
+    sound = guard_of(came[:-1], 2, turn) == came[-1]
     assert sound == (came.tobytes() == data)
     return "sound" if sound else "refused"
 
@@ -347,20 +427,30 @@ def errors_of_others(rng: Random) -> str:
     return "an error" if found is not None else "none"
 
 
-# Payloads ----------------------------------------------------------------------------------------------------------------
+# Payloads ---------------------------------------------------------------------------------------------------
 
 
 @cache
 def packed() -> list[Packed]:
     tensors = {"w": torch.arange(6.0).view(2, 3), "é": torch.ones(3, dtype=torch.bool), "s": torch.tensor(7)}
-    delta = write_payload(7, 4, [Change("w", torch.tensor([1, 5]), torch.ones(2)), Change("b", None, torch.ones(3))], lineage=9)
-    return [Packed(Payload(3, -1, True, tensors, 5, 0, 2, b"plan")), Packed(delta), Packed(Payload(1, 0, False, {}))]
+    delta = write_payload(
+        7, 4, [Change("w", torch.tensor([1, 5]), torch.ones(2)), Change("b", None, torch.ones(3))], lineage=9
+    )
+    return [
+        Packed(Payload(3, -1, True, tensors, 5, 0, 2, b"plan")),
+        Packed(delta),
+        Packed(Payload(1, 0, False, {})),
+    ]
 
 
 def described(rng: Random) -> str:
     """The description of a payload, damaged as bytes or as JSON."""
     each = rng.choice(packed())
-    text = damage_json(rng, json.loads(each.text)) if rng.random() < 0.7 else damage_bytes(rng, each.text, [p.text for p in packed()])
+    text = (
+        damage_json(rng, json.loads(each.text))
+        if rng.random() < 0.7
+        else damage_bytes(rng, each.text, [p.text for p in packed()])
+    )
     found = PayloadDescription.from_bytes(text)
     assert PayloadDescription.from_bytes(found.to_bytes()) == found and found.nbytes % 8 == 0
     Arrival(found.to_bytes(), min(found.nbytes, 1 << 20), CPU)
@@ -376,7 +466,9 @@ def pieces_of(pieces: list[tuple[int, Callable[[Tensor], object]]]) -> list[byte
 
 @cache
 def all_pieces() -> list[bytes]:
-    return [piece for each in packed() for piece in (*pieces_of(each.text_pieces()), *pieces_of(each.pieces()))]
+    return [
+        piece for each in packed() for piece in (*pieces_of(each.text_pieces()), *pieces_of(each.pieces()))
+    ]
 
 
 def pieces_as_they_came(rng: Random) -> str:
@@ -391,22 +483,30 @@ def pieces_as_they_came(rng: Random) -> str:
 
     text = Incoming(len(each.text), CPU)
     come(texts, text)
-    assert text.whole().numpy().tobytes() == each.text and [len(piece) for piece in texts] == piece_sizes(len(each.text))
+    assert text.whole().numpy().tobytes() == each.text and [len(piece) for piece in texts] == piece_sizes(
+        len(each.text)
+    )
     arrival = Arrival(text.whole().numpy().tobytes(), each.nbytes, CPU)
     come(data, arrival)
     assert pieces_of(Packed(arrival.payload()).pieces()) == data
     return "read"
 
 
-BASE = {"w": torch.arange(12, dtype=torch.float32).view(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16), "e": torch.zeros(0, 3)}
+BASE = {
+    "w": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "b": torch.zeros(5, dtype=torch.bfloat16),
+    "e": torch.zeros(0, 3),
+}
 OTHER_NAMES = ["w", "b", "w@delta_idx", "w@delta_val", "b@delta_idx", "@delta_val", HEADER, "x", "", 3, None]
 STRANGE: list[Any] = [
-    torch.zeros(3), torch.zeros(3, 4), torch.zeros(()), torch.tensor([3, 2]), torch.tensor([1, 1], dtype=torch.int32), torch.zeros(0),
-    torch.tensor([11], dtype=torch.int32), torch.tensor([12], dtype=torch.int32), torch.tensor([-1, 3], dtype=torch.int32),
-    torch.tensor([1 << 62]), torch.tensor([(1 << 63) - 1]), torch.zeros(2, device="meta"), torch.zeros(2).to_sparse(),
-    torch.zeros(1).expand(1 << 40), torch.zeros(6, dtype=torch.int64), torch.zeros(2, dtype=torch.complex128), None, 3, "w",
-    torch.zeros(5, dtype=torch.bfloat16), torch.empty(0, 1 << 40), torch.arange(10, dtype=torch.int32)[::3], torch.zeros(2, 3).t(),
-    torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bool), torch.ones(2, requires_grad=True),
+    torch.zeros(3), torch.zeros(3, 4), torch.zeros(()), torch.tensor([3, 2]), torch.zeros(0), None, 3, "w",
+    torch.tensor([1, 1], dtype=torch.int32), torch.tensor([11], dtype=torch.int32),
+    torch.tensor([12], dtype=torch.int32), torch.tensor([-1, 3], dtype=torch.int32), torch.tensor([1 << 62]),
+    torch.tensor([(1 << 63) - 1]), torch.zeros(2, device="meta"), torch.zeros(2).to_sparse(),
+    torch.zeros(1).expand(1 << 40), torch.zeros(6, dtype=torch.int64), torch.zeros(2, dtype=torch.complex128),
+    torch.zeros(5, dtype=torch.bfloat16), torch.empty(0, 1 << 40), torch.arange(10, dtype=torch.int32)[::3],
+    torch.zeros(2, 3).t(), torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bool),
+    torch.ones(2, requires_grad=True),
 ]  # fmt: skip
 
 
@@ -423,7 +523,12 @@ def payload_of_tensors(rng: Random) -> str:
             del tensors[name]
         elif how == 1:
             tensors[rng.choice(OTHER_NAMES)] = tensors[name]
-        elif how == 2 and HEADER in tensors and isinstance(tensors[HEADER], Tensor) and tensors[HEADER].shape == (6,):
+        elif (
+            how == 2
+            and HEADER in tensors
+            and isinstance(tensors[HEADER], Tensor)
+            and tensors[HEADER].shape == (6,)
+        ):
             header = tensors[HEADER].clone()
             header[rng.randrange(6)] = rng.choice([*EXTREMES, MAGIC, 1, 4, 7])
             tensors[HEADER] = header
@@ -446,8 +551,9 @@ def payload_of_tensors(rng: Random) -> str:
 
 READERS: dict[Callable[[Random], str], int] = {
     frame_as_it_came: 3000, frame_with_its_checksum_mended: 4000, frame_on_a_device: 800,
-    manifest_as_it_came: 3000, manifest_with_other_json: 3000, description_as_it_came: 3000, description_with_other_json: 3000,
-    numbers_of_an_opening: 3000, control_rows: 5000, rows_of_a_meeting: 3000, guarded_row: 5000, errors_of_others: 3000,
+    manifest_as_it_came: 3000, manifest_with_other_json: 3000, description_as_it_came: 3000,
+    description_with_other_json: 3000, numbers_of_an_opening: 3000, control_rows: 5000,
+    rows_of_a_meeting: 3000, guarded_row: 5000, errors_of_others: 3000,
     described: 3000, pieces_as_they_came: 1500, payload_of_tensors: 4000,
 }  # fmt: skip
 """How many inputs of each are read in the suite: less than a minute for all, on a slow machine."""

@@ -140,7 +140,8 @@ def test_a_description_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 64)
     packed = Packed(Payload(3, -1, True, {f"name{n:09}": torch.zeros(n) for n in range(5)}))
     pieces = written(packed.text_pieces())
-    assert len(packed.text) % 8 == 0 and [len(piece) for piece in pieces] == piece_sizes(len(packed.text)) and len(pieces) > 3
+    assert len(packed.text) % 8 == 0 and len(pieces) > 3
+    assert [len(piece) for piece in pieces] == piece_sizes(len(packed.text))
     incoming = Incoming(len(packed.text), CPU)
     for number, piece in enumerate(pieces):
         with pytest.raises(FrameError, match="not complete"):
@@ -150,13 +151,14 @@ def test_a_description_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_piece_is_taken_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for one of another place, nor for one of another payload whose data have the same size, nor a description for data."""
+    """Neither for that of another place, nor of another payload of its size, nor a description for data."""
     monkeypatch.setattr(packing, "PIECE", 16)
     tensors = {"w": torch.zeros(12)}
     packed, other = (Packed(Payload(version, 0, False, tensors)) for version in (1, 2))
     pieces, others = (written(each.pieces()) for each in (packed, other))
     arrival = Arrival(packed.text, packed.nbytes, CPU)
-    for number, wrong in [(0, pieces[1]), (2, pieces[0]), (1, others[1]), (0, torch.zeros(24, dtype=torch.uint8))]:
+    zeros = torch.zeros(24, dtype=torch.uint8)
+    for number, wrong in [(0, pieces[1]), (2, pieces[0]), (1, others[1]), (0, zeros)]:
         with pytest.raises(FrameError, match="checksum"):
             arrival.take(number, wrong)
     with pytest.raises(FrameError, match="checksum"):

@@ -1,4 +1,4 @@
-"""Rows that ranks exchange, over real gloo groups, each rank a thread of this process: what comes is what was sent, or is refused."""
+"""Rows over real gloo groups, each rank a thread: they come as they were sent, or are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dte_dist.errors import FrameError
-from dte_dist.transport.groups import DamagedRow, Membership, Wire
+from dte_dist.transport.groups import Membership, Wire
+from dte_dist.transport.guard import DamagedRow
 
 MEMBERS = (1, 2, 4)
 PATIENCE = timedelta(seconds=20)
@@ -30,7 +31,9 @@ def on_wires(call: Callable[[Wire], Any]) -> list[Any]:
 
     def run(rank: int) -> Any:
         ranks = tuple(range(MEMBERS[-1] + 1))
-        wire = Wire("control", MEMBERS, Membership(rank, len(ranks), ranks, store, "cpu:gloo", PATIENCE), "gloo")
+        wire = Wire(
+            "control", MEMBERS, Membership(rank, len(ranks), ranks, store, "cpu:gloo", PATIENCE), "gloo"
+        )
         try:
             return call(wire)
         finally:
@@ -67,7 +70,9 @@ def test_rows_and_letters_come_as_they_were_sent_turn_by_turn(words: int) -> Non
         seen: list[Any] = []
         for turn in range(3):
             row = np.arange(words) * (-1) ** turn + (wire.rank << 40)
-            table, letters = wire.rows_with_letters(row, rooms, lambda place, turn=turn: place.fill_(wire.rank + turn))
+            table, letters = wire.rows_with_letters(
+                row, rooms, lambda place, turn=turn: place.fill_(wire.rank + turn)
+            )
             seen += [table, wire.rows(row[::-1]), letters]
         return seen
 
@@ -75,8 +80,14 @@ def test_rows_and_letters_come_as_they_were_sent_turn_by_turn(words: int) -> Non
         for turn in range(3):
             table, mirrored, letters = seen[3 * turn : 3 * turn + 3]
             expected = np.stack([np.arange(words) * (-1) ** turn + (rank << 40) for rank in MEMBERS])
-            assert table.dtype == np.int64 and np.array_equal(table, expected) and np.array_equal(mirrored, expected[:, ::-1])
-            assert {rank: letter.tolist() for rank, letter in letters.items()} == {r: [r + turn] * rooms[r] for r in MEMBERS}
+            assert (
+                table.dtype == np.int64
+                and np.array_equal(table, expected)
+                and np.array_equal(mirrored, expected[:, ::-1])
+            )
+            assert {rank: letter.tolist() for rank, letter in letters.items()} == {
+                r: [r + turn] * rooms[r] for r in MEMBERS
+            }
 
 
 def flip(bit: int) -> Damage:
@@ -107,7 +118,10 @@ def damaged_once(damage: Damage) -> list[Any]:
     def turns(wire: Wire) -> Any:
         row = np.array([wire.rank, 1 << 50, -3])
         first: list[Any] = []
-        damaging(wire, lambda parts, before: damage(parts, before) if wire.rank == VICTIM and len(before) > 1 else None)
+        damaging(
+            wire,
+            lambda parts, before: damage(parts, before) if wire.rank == VICTIM and len(before) > 1 else None,
+        )
         first = wire.rows(row).tolist()
         return first, outcome(lambda: wire.rows(row).tolist())
 
@@ -117,9 +131,14 @@ def damaged_once(damage: Damage) -> list[Any]:
 def check_refused(found: Sequence[Any], what: str) -> None:
     expected = [[rank, 1 << 50, -3] for rank in MEMBERS]
     assert [first for first, _ in found] == [expected] * 3
-    assert [second for (_, second), rank in zip(found, MEMBERS, strict=True) if rank != VICTIM] == [expected] * 2
+    assert [second for (_, second), rank in zip(found, MEMBERS, strict=True) if rank != VICTIM] == [
+        expected
+    ] * 2
     text = found[MEMBERS.index(VICTIM)][1]
-    assert text.startswith(f"{what} came damaged, short or out of turn to rank {VICTIM} [ranks {SENDER}; ") and "call again" in text
+    assert (
+        text.startswith(f"{what} came damaged, short or out of turn to rank {VICTIM} [ranks {SENDER}; ")
+        and "call again" in text
+    )
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
@@ -128,11 +147,13 @@ def test_a_row_that_came_otherwise_is_refused_by_who_got_it_and_by_nobody_else(d
 
 
 def test_every_flipped_bit_of_a_row_and_of_its_guard_is_noticed() -> None:
-    """All 256 of a row of three words, in the order in which they would come; on one group, for the exchange itself does not suffer."""
+    """All 256 of a row of three words, one after the other on one group: the exchange does not suffer."""
     size = 8 * 32
 
     def turns(wire: Wire) -> list[bool]:
-        damaging(wire, lambda parts, before: flip(len(before) - 1)(parts, before) if wire.rank == VICTIM else None)
+        damaging(
+            wire, lambda parts, before: flip(len(before) - 1)(parts, before) if wire.rank == VICTIM else None
+        )
         return [isinstance(outcome(lambda: wire.rows(np.array([wire.rank, 5, 0]))), str) for _ in range(size)]
 
     assert on_wires(turns) == [[rank == VICTIM] * size for rank in MEMBERS]
@@ -142,7 +163,9 @@ def test_letters_are_not_looked_at() -> None:
     """They hold frames, which have checksums of their own: an error in one is told in the vote."""
 
     def turn(wire: Wire) -> Any:
-        damaging(wire, lambda parts, before: parts[SENDER][-1:].fill_(9 << 56) if wire.rank == VICTIM else None)
+        damaging(
+            wire, lambda parts, before: parts[SENDER][-1:].fill_(9 << 56) if wire.rank == VICTIM else None
+        )
         return wire.rows_with_letters(np.array([3]), dict.fromkeys(MEMBERS, 8))[1][SENDER].tolist()
 
     assert on_wires(turn) == [[0] * 8, [0] * 7 + [9], [0] * 8]
@@ -171,7 +194,10 @@ def test_texts_and_descriptions_are_guarded_too(what: str) -> None:
     found = on_wires(turn)
     good = [data] * 3 if what == "text" else data
     assert found[0] == found[2] == good and isinstance(found[1], str)
-    assert found[1].startswith(f"a {'row' if what == 'text' else 'description'} came damaged") and f"[ranks {SENDER};" in found[1]
+    assert (
+        found[1].startswith(f"a {'row' if what == 'text' else 'description'} came damaged")
+        and f"[ranks {SENDER};" in found[1]
+    )
 
 
 def test_descriptions_of_any_size_are_shared() -> None:

@@ -1,4 +1,4 @@
-"""A rank that has no memory for a delta takes all of it off the wire, passes on what is for others, and says why it kept nothing."""
+"""A rank without memory for a delta takes it off the wire, passes on what is for others, and says why."""
 
 from __future__ import annotations
 
@@ -93,14 +93,23 @@ def check_relay(way: str, poor: int, left: int, late: bool, short: Callable[[int
     allocator = short(poor, left)
     for rank, route in relays.items():
         allocator.rank = rank
-        frames = [as_sent(frame_of(rank, number, size), late) for number, size in enumerate(SIZES.get(rank, []))]
+        frames = [
+            as_sent(frame_of(rank, number, size), late) for number, size in enumerate(SIZES.get(rank, []))
+        ]
 
         def take(parcel: Parcel, frame: Tensor, rank: int = rank) -> None:
             taken[rank].append((parcel.source, parcel.chunk, frame, frame.clone()))
 
-        errors[rank] = route.move(SIZES, frames, targets, take if rank in targets else None, Phases(), keep=True)
+        errors[rank] = route.move(
+            SIZES, frames, targets, take if rank in targets else None, Phases(), keep=True
+        )
     assert not any(posts.values()), "all that was sent has been received"
-    expected = {(source, n): frame_of(source, n, size) for source, row in SIZES.items() for n, size in enumerate(row) if size}
+    expected = {
+        (source, n): frame_of(source, n, size)
+        for source, row in SIZES.items()
+        for n, size in enumerate(row)
+        if size
+    }
     for rank in targets:
         if rank == poor:
             assert isinstance(errors[rank], MemoryError) and "no room" in str(errors[rank])
@@ -108,24 +117,36 @@ def check_relay(way: str, poor: int, left: int, late: bool, short: Callable[[int
         else:
             assert errors[rank] is None
             check(taken[rank], expected, True)
-    assert errors[1] is None and len(allocator.asked[poor]) == left + 1, "nothing is asked for again once there was none"
+    assert errors[1] is None and len(allocator.asked[poor]) == left + 1, (
+        "nothing is asked for again once there was none"
+    )
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["made", "made as they are sent"])
 @pytest.mark.parametrize("left", [0, 2])
 @pytest.mark.parametrize("poor", [1, 2], ids=["source and receiver", "receiver"])
-def test_between_pairs_the_others_get_everything(poor: int, left: int, late: bool, short: Callable[[int, int], Short]) -> None:
+def test_between_pairs_the_others_get_everything(
+    poor: int, left: int, late: bool, short: Callable[[int, int], Short]
+) -> None:
     sources, targets = [0, 1], [1, 2]
     posts: Posts = defaultdict(deque)
     pairs = [(source, to) for source in sources for to in targets]
-    frames = {(source, to): [frame_of(source, number, size, to) for number, size in enumerate(SIZES[source])] for source, to in pairs}
-    exchanges = [Exchange(Wire(rank, range(3), posts), rank=rank, sources=sources) for rank in range(3)]  # type: ignore[arg-type]
+    frames = {
+        (source, to): [frame_of(source, number, size, to) for number, size in enumerate(SIZES[source])]
+        for source, to in pairs
+    }
+    wires: list[Any] = [Wire(rank, range(3), posts) for rank in range(3)]
+    exchanges = [Exchange(wire, rank=rank, sources=sources) for rank, wire in enumerate(wires)]
     for rank, exchange in enumerate(exchanges):
         exchange.reserve(MOST, receiver=rank in targets)
     allocator = short(poor, left)
     for rank, exchange in enumerate(exchanges):
         allocator.rank, taken = rank, list[Any]()
-        outgoing = {to: [(len(f), as_sent(f, late)) for f in frames[rank, to]] for to in targets} if rank in sources else {}
+        outgoing = (
+            {to: [(len(f), as_sent(f, late)) for f in frames[rank, to]] for to in targets}
+            if rank in sources
+            else {}
+        )
         incoming = {source: SIZES[source] for source in sources} if rank in targets else {}
 
         def take(source: int, number: int, frame: Tensor, taken: Taken = taken) -> None:
@@ -133,7 +154,13 @@ def test_between_pairs_the_others_get_everything(poor: int, left: int, late: boo
 
         keep = not (late and rank == 1)  # what is only made now is a seed, of which nothing is kept
         error = exchange.move(outgoing, incoming, targets, take, Phases(), keep=keep)
-        mine = {(s, number): f for (s, to), row in frames.items() if to == rank for number, f in enumerate(row) if len(f)}
+        mine = {
+            (s, number): f
+            for (s, to), row in frames.items()
+            if to == rank
+            for number, f in enumerate(row)
+            if len(f)
+        }
         if rank == poor and keep:
             assert isinstance(error, MemoryError)
             right_until(taken, mine, len(mine) - 1)
@@ -150,21 +177,30 @@ def test_the_next_sync_starts_anew(short: Callable[[int, int], Short]) -> None:
     assert len(buffers.get(0, 40, CPU, keep=True)) == 40 and isinstance(buffers.error, MemoryError)
     assert buffers.get(0, 40, CPU, keep=True).data_ptr() == buffers.get(2, 100, CPU).data_ptr()
     short(5, 0)
-    assert buffers.get(1, 40, CPU, keep=True).data_ptr() == buffers.get(3, 100, CPU).data_ptr(), "not while the same sync lasts"
+    assert buffers.get(1, 40, CPU, keep=True).data_ptr() == buffers.get(3, 100, CPU).data_ptr(), (
+        "not while the same sync lasts"
+    )
     buffers.begin()
     assert buffers.error is None
-    assert buffers.get(0, 40, CPU, keep=True).data_ptr() not in {buffers.get(0, 1, CPU).data_ptr(), buffers.get(1, 1, CPU).data_ptr()}
+    assert buffers.get(0, 40, CPU, keep=True).data_ptr() not in {
+        buffers.get(0, 1, CPU).data_ptr(),
+        buffers.get(1, 1, CPU).data_ptr(),
+    }
 
 
 def nothing(place: Tensor) -> None:
     place.zero_()
 
 
-def reserving(rank: int, kind: str, posts: Posts, sizes: dict[int, list[int]]) -> tuple[Any, Callable[[Sequence[Any]], Any]]:
+def reserving(
+    rank: int, kind: str, posts: Posts, sizes: dict[int, list[int]]
+) -> tuple[Any, Callable[[Sequence[Any]], Any]]:
     """Return a route that has reserved its memory, and what moves dense frames of these sizes on it."""
     targets = [2]
     if kind == "relay":
-        gather, stream = (Wire(rank, members, posts) if rank in members else None for members in ([0, 1], [0, 2]))
+        gather, stream = (
+            Wire(rank, members, posts) if rank in members else None for members in ([0, 1], [0, 2])
+        )
         route: Any = Relay(gather, stream, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
         route.reserve(MOST, receiver=rank == 2)
         return route, lambda frames: route.move(sizes, frames, targets, lambda *_: None, Phases())
@@ -191,7 +227,9 @@ def test_a_seed_needs_no_memory_that_was_not_reserved(kind: str, short: Callable
 
 
 @pytest.mark.parametrize("kind", ["relay", "exchange"])
-def test_frames_of_another_device_are_sent_from_reserved_memory(kind: str, short: Callable[[int, int], Short]) -> None:
+def test_frames_of_another_device_are_sent_from_reserved_memory(
+    kind: str, short: Callable[[int, int], Short]
+) -> None:
     """Those of the meta device have no bytes, but cannot be sent from where they are."""
     posts: Posts = defaultdict(deque)
     _, move = reserving(1, kind, posts, {0: [], 1: MOST[1]})
@@ -201,10 +239,14 @@ def test_frames_of_another_device_are_sent_from_reserved_memory(kind: str, short
         patch.setattr(Tensor, "copy_", lambda self, other: self)
         move([torch.empty(size, dtype=torch.uint8, device="meta") for size in MOST[1]])
     sent = [tensor for queue in posts.values() for tensor in queue]
-    assert [len(tensor) for tensor in sent] == MOST[1] and all(tensor.is_cpu for tensor in sent) and not any(allocator.asked.values())
+    assert (
+        [len(tensor) for tensor in sent] == MOST[1]
+        and all(tensor.is_cpu for tensor in sent)
+        and not any(allocator.asked.values())
+    )
 
 
-# Texts -------------------------------------------------------------------------------------------------------------------
+# Texts ------------------------------------------------------------------------------------------------------
 
 
 def raised(call: Callable[[], Any]) -> Exception:
@@ -226,13 +268,21 @@ def raised(call: Callable[[], Any]) -> Exception:
 def test_an_error_of_an_allocator_says_how_much_was_needed_and_what_to_do(error: Exception) -> None:
     told = explain_memory(error, 12345)
     assert type(told) is SyncFailed and told.__cause__ is error
-    assert str(told).startswith(f"a rank ran out of memory: {type(error).__name__}") and str(error) in str(told)
-    assert "expected room for 12345 bytes of frames" in str(told) and 'mode="full"' in str(told) and "bucket_bytes=" in str(told)
+    assert str(told).startswith(f"a rank ran out of memory: {type(error).__name__}") and str(error) in str(
+        told
+    )
+    assert (
+        "expected room for 12345 bytes of frames" in str(told)
+        and 'mode="full"' in str(told)
+        and "bucket_bytes=" in str(told)
+    )
     assert "room for" not in str(explain_memory(error)).replace("no room for", "")
 
 
 @pytest.mark.parametrize(
-    "error", [None, ValueError("no memory to allocate"), RuntimeError("the device is gone"), FrameError("damaged")], ids=repr
+    "error",
+    [None, ValueError("no memory to allocate"), RuntimeError("the device is gone"), FrameError("damaged")],
+    ids=repr,
 )
 def test_other_errors_stay_what_they_are(error: Exception | None) -> None:
     assert explain_memory(error, 8) is error
