@@ -31,7 +31,7 @@ class _Call:
     """Somebody who waits for a turn, or has it.
 
     Attributes:
-        thread: number of the thread.
+        thread: stands for the thread; numbers of threads are used again.
         over: whether the turn is given up.
         ended: set soon after, for who waits.
     """
@@ -39,8 +39,11 @@ class _Call:
     __slots__ = ("__weakref__", "ended", "over", "thread")
 
     def __init__(self) -> None:
-        self.thread, self.over, self.ended = threading.get_ident(), False, threading.Event()
+        self.thread = _here.__dict__.setdefault("thread", object())
+        self.over, self.ended = False, threading.Event()
 
+
+_here = threading.local()
 
 Queue = list["weakref.ref[_Call]"]
 
@@ -71,7 +74,7 @@ def exclusive(*modules: Any) -> Iterator[None]:
 
 def _wait(queue: Queue, mine: _Call) -> None:
     """Join a queue and wait for the turn."""
-    if any(call is not None and not call.over and call.thread == mine.thread for call in [place() for place in queue]):
+    if any(call is not None and not call.over and call.thread is mine.thread for call in [place() for place in queue]):
         raise ValueError(
             "a call on this module is running in this thread: a detector, an option function or a signal handler cannot make another"
         )

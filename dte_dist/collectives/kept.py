@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.space import FlatSpace
 
 __all__ = ["chains_of", "drop_source", "forget_copy", "keep_source", "share_copy", "take_up_source"]
+
+
+Home = tuple[int, Any]
+"""Where a tensor is found in a module (`Layout.homes`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +48,11 @@ class _Copy:
 
     Attributes:
         chain: of the receivers that hold these pieces.
-        names: of the tensors.
+        homes: where in the module the tensors are found.
     """
 
     chain: Chain
-    names: frozenset[str]
+    homes: frozenset[Home]
 
 
 _sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
@@ -73,13 +77,23 @@ def drop_source(module: Any) -> None:
     _sources.pop(module, None)
 
 
-def share_copy(target: Any, state: ReceiverState, model: ModelMap, spaces: Mapping[int, FlatSpace]) -> None:
-    """Let a new receiver share the chain of the tensors in `target` of which it holds `spaces`."""
-    names = frozenset(model.slots[slot].name for space in spaces.values() for slot in space.pieces.slot.tolist())
+def share_copy(
+    target: Any, state: ReceiverState, model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home]
+) -> None:
+    """Let a new receiver share the chain of the tensors in `target` of which it holds `spaces`.
+
+    Args:
+        target: module or layout that receives.
+        state: of the new receiver.
+        model: as all ranks agree on it.
+        spaces: of this rank as a receiver.
+        homes: of each entry, where in `target` it is found: names are what ranks agree to call it, over each group anew.
+    """
+    held = frozenset(homes[entry] for space in spaces.values() for entry in space.pieces.entry.tolist())
     copies = _copies.setdefault(target, {})
-    copy = copies.setdefault(_digest(model, spaces), _Copy(state.chain, names))
+    copy = copies.setdefault(_digest(model, spaces, homes), _Copy(state.chain, held))
     state.chain = copy.chain
-    rivals = [other for other in copies.values() if other is not copy and other.names & copy.names]
+    rivals = [other for other in copies.values() if other is not copy and other.homes & copy.homes]
     copy.chain.rivals = [other.chain for other in rivals]
     for other in rivals:
         if copy.chain not in other.chain.rivals:
@@ -97,11 +111,12 @@ def forget_copy(target: Any) -> None:
         chain.forget()
 
 
-def _digest(model: ModelMap, spaces: Mapping[int, FlatSpace]) -> bytes:
-    """Hash what a rank holds of the model: names, dtypes and blocks of its pieces, in order."""
+def _digest(model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home] | None = None) -> bytes:
+    """Hash what a rank holds of the model: names (or homes, if given), dtypes and blocks of its pieces, in order."""
     hashed = hashlib.blake2b(digest_size=16)
     for width, space in spaces.items():
         for piece in space.pieces:
             slot = model.slots[piece.slot]
-            hashed.update(f"{width} {slot.name} {slot.dtype} {slot.shape} {piece.block.runs}\n".encode())
+            which = slot.name if homes is None else homes[piece.entry]
+            hashed.update(f"{width} {which} {slot.dtype} {slot.shape} {piece.block.runs}\n".encode())
     return hashed.digest()

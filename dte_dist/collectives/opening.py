@@ -241,7 +241,7 @@ class _Opening:
         if mine.into is not None and rank in agreement.sources:
             refuse_shared(names, mine.layout.tensors(), tensors)
         state = ReceiverState(layout, model, rank)
-        kept.share_copy(target, state, model, model.receiver_spaces[rank])
+        kept.share_copy(target, state, model, model.receiver_spaces[rank], layout.homes())
         return state
 
 

@@ -206,6 +206,10 @@ class Layout:
         """Return for each entry whether it is a buffer of a module; never for tensors given one by one."""
         return [False] * len(self._spots) if self._follow is None else self._follow.are_buffers(self._homes)
 
+    def homes(self) -> list[tuple[int, Any]]:
+        """Return for each entry what tells where in the module it is found, whatever `rename=` calls it."""
+        return [(id(holder), key) for holder, key in self._homes]
+
     def is_trained(self) -> bool:
         """Return whether the module, or what was given instead, is trained; see `modules.is_trained`."""
         module = None if self._follow is None else self._follow.module()

@@ -137,14 +137,19 @@ def test_other_modules_do_not_wait(layer: nn.Module, other: Any) -> None:
 
 def is_free_soon(*modules: Any) -> bool:
     """Return whether another thread comes to its turn in a moment; it may come to it later."""
-    entered = threading.Event()
+    entered, refused = threading.Event(), []
 
     def enter() -> None:
-        with exclusive(*modules):
-            entered.set()
+        try:
+            with exclusive(*modules):
+                entered.set()
+        except ValueError as error:
+            refused.append(error)
 
     in_thread(enter)
-    return entered.wait(0.3)
+    has_entered = entered.wait(0.3)
+    assert not refused, "another thread is not this one, though it may have its number"
+    return has_entered
 
 
 def test_two_modules_in_opposite_orders_do_not_wait_for_each_other(layer: nn.Module, other: Any) -> None:
