@@ -334,7 +334,8 @@ def shards(rank: int, world: int, colocated: bool) -> dict[int, int]:
         return Layout.from_views([("w", tensor, (4, 1000), (low, 0))])
 
     homes = [1, 0, 2, 3] if colocated else [0, 1]  # ranks 0 and 1 hold each other's rows
-    senders = {sender: view(full[rows * sender : rows * (sender + 1)].clone(), rows * sender) for sender in range(len(homes))}
+    parts = [full[rows * sender : rows * (sender + 1)].clone() for sender in range(len(homes))]
+    senders = {sender: view(part, rows * sender) for sender, part in enumerate(parts)}
     first = 0 if colocated else 2
     copies = {first + place: torch.zeros(rows, 1000) for place in range(len(homes))}
     targets = {receiver: view(tensor, rows * homes[receiver - first]) for receiver, tensor in copies.items()}
