@@ -10,8 +10,8 @@ Inference tensors have no version counter. They are fingerprinted by a digest of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +29,7 @@ class Fingerprint:
     Attributes:
         addresses, versions: int64[tensors], memory address and version counter; the counter is -1 for an inference tensor.
         digests: int64[inference tensors], of their bits.
+        twins: version counters of further tensors over the same memory; see `LocalTensors.twin_versions`.
 
     Example:
         >>> import torch
@@ -42,6 +43,7 @@ class Fingerprint:
     addresses: np.ndarray
     versions: np.ndarray
     digests: np.ndarray
+    twins: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, local: LocalTensors, *, moved: bool = False) -> Fingerprint:
@@ -51,11 +53,11 @@ class Fingerprint:
         addresses = local.addresses
         if moved:
             addresses = np.fromiter(map(Tensor.data_ptr, local.tensors), np.int64, len(local.tensors))
-        return cls(addresses, versions, own_digests(uncounted))
+        return cls(addresses, versions, own_digests(uncounted), local.twin_versions() if local.twins else {})
 
     def same(self, other: Fingerprint) -> bool:
         """Return whether nothing shows that the tensors were written to or replaced in between."""
-        return all(
+        return self.twins == other.twins and all(
             np.array_equal(mine, theirs)
             for mine, theirs in zip(
                 (self.addresses, self.versions, self.digests), (other.addresses, other.versions, other.digests), strict=True
@@ -83,13 +85,14 @@ def foreign_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tenso
     replaced = before.addresses != now.addresses
     moved = now.versions - before.versions
     odd = np.flatnonzero(replaced | ((moved != own) & (now.versions >= 0))).tolist()
+    beside = {index for (index, _), _ in before.twins.items() ^ now.twins.items()}  # own writes go to no twin
     if not odd:
-        return []
+        return sorted(beside)
     counters = _counters(before, now, tensors)
     totals: dict[tuple[int, int, int], int] = {}
     for counter, count in zip(counters, own.tolist(), strict=True):
         totals[counter] = totals.get(counter, 0) + count
-    return [index for index in odd if replaced[index] or moved[index] != totals[counters[index]]]
+    return sorted(beside | {index for index in odd if replaced[index] or moved[index] != totals[counters[index]]})
 
 
 def _counters(before: Fingerprint, now: Fingerprint, tensors: Iterable[Tensor]) -> list[tuple[int, int, int]]:

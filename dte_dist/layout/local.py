@@ -38,7 +38,7 @@ class LocalTensors:
         device: that all are on; `of` does not ask, see `layout.devices`.
         stand_ins: those among the tensors that stand for one on another device; None if none does.
         twins: further tensors over the same memory that count writes on their own, each with the index of
-            the tensor that it stands beside; at most two beside one.
+            the tensor that it stands beside.
 
     Example:
         >>> local = LocalTensors.of([torch.zeros(2, 3), torch.zeros(2, 3).t()])
@@ -120,17 +120,19 @@ class LocalTensors:
         return np.flatnonzero(~same)
 
     def versions(self) -> np.ndarray:
-        """Return int64[tensors]: the version counter of each, -1 for an inference tensor, which has none.
-
-        Writes to twins are in the higher bits, so that no write to one of them makes up for another.
-        """
+        """Return int64[tensors]: the version counter of each; -1 for an inference tensor, which has none."""
         try:
             found = [tensor._version for tensor in self.tensors]
         except RuntimeError:
             found = [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+        return np.array(found, np.int64)
+
+    def twin_versions(self) -> dict[tuple[int, int], int]:
+        """Return the version counters of twins that somebody wrote to, by tensor and place among its twins."""
+        found: dict[tuple[int, int], int] = {}
         beside: dict[int, int] = {}
         for index, twin in self.twins:
-            if found[index] >= 0 and not twin.is_inference():
-                beside[index] = beside.get(index, 0) + 1
-                found[index] += (twin._version & 0xFFFFF) << 20 * beside[index]
-        return np.array(found, np.int64)
+            place = beside[index] = beside.get(index, -1) + 1
+            if not twin.is_inference() and twin._version:
+                found[index, place] = twin._version
+        return found

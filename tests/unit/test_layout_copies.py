@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from dte_dist.change.fingerprint import Fingerprint, foreign_writes
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout, LocalTensors, fsdp1
 from dte_dist.layout.copies import is_clone, only_here
@@ -134,16 +135,28 @@ def test_names_that_torch_lacks_are_told():
         fsdp1._of([], "_shapes")
 
 
-def test_no_write_to_one_of_several_tensors_makes_up_for_another():
-    whole = torch.zeros(6)
-    first, second = whole.data, whole.data  # the same memory, counters of their own
-    local = replace(LocalTensors.of([whole]), twins=[(0, first), (0, second)])
-    seen = [local.versions().tolist()]
-    for written in (whole, first, second, first, whole):
-        written.add_(1)
-        seen.append(local.versions().tolist())
-    assert len({versions for (versions,) in seen}) == 6
-    assert seen[1][0] - seen[0][0] == 1, "a write to the tensor itself counts as one"
+def test_writes_to_other_tensors_over_the_same_memory_are_foreign():
+    tensors = [torch.zeros(6), torch.zeros(6)]
+    twins = [tensors[1].data, tensors[1].data]  # the same memory, counters of their own
+    local = replace(LocalTensors.of(tensors), twins=[(1, twin) for twin in twins])
+    own = np.array([0, 1])
+    for other in (None, *twins):
+        before = Fingerprint.of(local)
+        assert before.same(Fingerprint.of(local))
+        for written in (tensors[1], other):
+            if written is not None:
+                written.add_(1)
+        now = Fingerprint.of(local, moved=True)
+        assert not before.same(now)
+        assert foreign_writes(before, now, own, tensors) == ([] if other is None else [1])
+
+
+def test_a_tensor_that_joins_others_is_no_write():
+    tensor = torch.zeros(3)
+    alone, joined = LocalTensors.of([tensor]), replace(LocalTensors.of([tensor]), twins=[(0, tensor.data)])
+    before, now = Fingerprint.of(alone), Fingerprint.of(joined)
+    assert before.same(now)
+    assert foreign_writes(before, now, np.array([0]), [tensor]) == []
 
 
 def test_names_that_share_some_regions_only_are_refused():
