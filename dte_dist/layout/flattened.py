@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,7 @@ from dte_dist.layout.placement import MeshSpec
 from dte_dist.layout.sharding import local_block
 from dte_dist.layout.spots import Region
 
-__all__ = ["FlatUnit", "FlatView"]
+__all__ = ["FlatUnit", "FlatView", "beside"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +124,16 @@ class FlatUnit:
         if original.begin == original.end:  # the slot must be known here as on ranks that hold some of it
             nothing = Block(((),) * len(dims))  # torch flattens no tensor without dimensions
             yield FlatView(self, member, Region(whole.full_shape, nothing), 0, (1,) * len(dims))
+
+
+def beside(objects: Sequence[Any]) -> dict[tuple[FlatUnit, int], int]:
+    """Return the index of an entry of every flattened parameter, and by -1 of every unit, if there is one."""
+    found: dict[tuple[FlatUnit, int], int] = {}
+    for index, view in enumerate(objects):
+        if isinstance(view, FlatView):
+            found.setdefault((view.unit, view.member), index)
+            found.setdefault((view.unit, -1), index)
+    return found
 
 
 def _row(ranks: tuple[int, ...]) -> MeshSpec:

@@ -21,7 +21,7 @@ from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.copies import Counted, Watch
 from dte_dist.layout.describe import Describer, settled
 from dte_dist.layout.devices import home_of
-from dte_dist.layout.flattened import FlatUnit, FlatView
+from dte_dist.layout.flattened import FlatUnit, FlatView, beside
 from dte_dist.layout.local import LocalTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree, is_trained
@@ -67,7 +67,7 @@ class Layout:
             for mesh in unit.meshes:  # whose ranks train together, also where no entry says so
                 self._describer.number_of(mesh)
         self._objects = self._resolve()
-        self._beside = _beside(self._objects) if self._units else {}
+        self._beside = beside(self._objects) if self._units else {}
         entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
         local = _locals(self._objects)
         read = LocalTensors.of(local)
@@ -110,7 +110,8 @@ class Layout:
         """Describe plain tensors (held whole), DTensors and ShardedTensors by what they say of themselves.
 
         Args:
-            named_tensors: a mapping, or pairs of name and tensor, such as a state dict.
+            named_tensors: a mapping, or pairs of name and tensor, such as a state dict. On a source they are
+                the tensors that training writes to: copies are refused at the second sync if they are known.
             select: as in `from_module`.
             rename: as in `from_module`.
 
@@ -347,16 +348,6 @@ def _local(found: Any, flats: dict[FlatUnit, Tensor]) -> Any:
             flats[found.unit] = found.unit.flat()
         return found.of(flats[found.unit])
     return found._local_tensor if isinstance(found, DTensor) else found
-
-
-def _beside(objects: Sequence[Any]) -> dict[tuple[FlatUnit, int], int]:
-    """Return the index of an entry of every flattened parameter, and by -1 of every unit, if there is one."""
-    beside: dict[tuple[FlatUnit, int], int] = {}
-    for index, found in enumerate(objects):
-        if isinstance(found, FlatView):
-            beside.setdefault((found.unit, found.member), index)
-            beside.setdefault((found.unit, -1), index)
-    return beside
 
 
 def _differing(differences: Iterable[bool]) -> list[int]:

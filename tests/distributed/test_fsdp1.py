@@ -61,15 +61,22 @@ def facts(report):
 
 
 def training(rank, world, strategy, orig, mixed):
-    """Ranks 0 and 1 train, the others receive into whole copies; both collectives in turn."""
+    """Ranks 0 and 1 train, the others receive into whole copies; the last sync is in the background."""
     group = half(rank, 2, world)
     model = wrapped(Model(), strategy=strategy, orig=orig, mixed=mixed, group=group) if rank < 2 else Model(7)
     trainer, results = Trainer(model) if rank < 2 else None, []
     for step in range(4):
-        report = synced(model, p2p=step % 2 == 1)
-        results.append((facts(report), prints(model)))
+        if step < 3:
+            report, held = synced(model, p2p=step % 2 == 1), prints(model)
+        else:
+            work = synced(model, p2p=True, async_op=True)
+            held = prints(model) if trainer is not None else {}
         if trainer is not None:
             trainer.step()
+        if step == 3:
+            report = work.wait()
+        results.append((facts(report), held or prints(model)))
+    assert dte_dist.verify(model).equal
     dte_dist.close(model)
     return results
 
@@ -127,6 +134,7 @@ def receiving(rank, world, mode, trains_flat):
         bits = (output.view(torch.int32) for output in (used, evaluated(alone)))
         assert mixed or torch.equal(*bits), "what was received is used"
         evaluated(model)  # and again, from what may still be gathered
+    assert dte_dist.verify(model).equal
     dte_dist.close(model)
     return results
 
