@@ -92,7 +92,8 @@ def foreign_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tenso
     totals: dict[tuple[int, int, int], int] = {}
     for counter, count in zip(counters, own.tolist(), strict=True):
         totals[counter] = totals.get(counter, 0) + count
-    return sorted(beside | {index for index in odd if replaced[index] or moved[index] != totals[counters[index]]})
+    further = (index for index in odd if replaced[index] or moved[index] != totals[counters[index]])
+    return sorted(beside.union(further))
 
 
 def _counters(before: Fingerprint, now: Fingerprint, tensors: Iterable[Tensor]) -> list[tuple[int, int, int]]:

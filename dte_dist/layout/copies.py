@@ -80,8 +80,8 @@ class Watch:
                 "nobody holds the tensor but the Layout, so no training step reaches it",
                 slot=names[alone[0]],
                 got=f"{len(alone)} such tensors, none of them written to since the Layout was made",
-                fix="build the Layout of the tensors that the optimizer writes to, or pass the module; hold the "
-                "tensors if they are to stay as they are",
+                fix="build the Layout of the tensors that the optimizer writes to, or pass the module; "
+                "hold tensors that are to stay as they are",
             )
         if alone:
             what = f"nobody holds {len(alone)} of {len(names)} tensors of a Layout but itself"

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1
@@ -146,7 +145,7 @@ def _whole(name: str, original: fsdp1.Original, mirror: MeshSpec | None) -> Regi
     _refuse_gaps(name, original)
     if spec is None:
         return Region(original.shape, Block.whole(original.shape), mirror)
-    block = local_block(name, spec) if isinstance(spec, DTensorSpec) else None
+    block = local_block(name, spec) if fsdp1.is_placed(spec) else None
     if block is None or block.shape != original.shape:
         what = "FullyShardedDataParallel flattened an unknown part of a tensor"
         raise LayoutMismatch(what, slot=name, got=spec, fix="shard the module with fully_shard")

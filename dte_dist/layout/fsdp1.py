@@ -34,8 +34,8 @@ from dte_dist.errors import LayoutMismatch
 
 __all__ = [
     "FLAT_PARAMETER", "Original", "device_mesh", "flat_parameter", "has_moved", "is_cloned", "is_flattened",
-    "is_in_use", "is_unit", "is_wrapper", "mesh_ranks", "originals", "registered", "replica_ranks", "reshard",
-    "twins",
+    "is_in_use", "is_placed", "is_unit", "is_wrapper", "mesh_ranks", "originals", "registered",
+    "replica_ranks", "reshard", "twins",
 ]  # fmt: skip
 
 FLAT_PARAMETER: Final = "_flat_param"
@@ -199,6 +199,11 @@ def twins(unit: FullyShardedDataParallel) -> Iterator[tuple[int, Tensor]]:
     shard = vars(flat).get("_local_shard")
     if shard is not None:  # torch makes it in the first forward
         yield -1, shard
+
+
+def is_placed(spec: Any) -> bool:
+    """Return whether the `spec` of an `Original` is that of a DTensor, and no other extension of FSDP1."""
+    return all(hasattr(spec, name) for name in ("mesh", "placements", "shape"))
 
 
 def registered(unit: FullyShardedDataParallel) -> nn.Module:

@@ -128,7 +128,7 @@ class LocalTensors:
         return np.array(found, np.int64)
 
     def twin_versions(self) -> dict[tuple[int, int], int]:
-        """Return the version counters of twins that somebody wrote to, by tensor and place among its twins."""
+        """Return the version counters of twins that somebody wrote to, by tensor and place beside it."""
         found: dict[tuple[int, int], int] = {}
         beside: dict[int, int] = {}
         for index, twin in self.twins:
