@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
-from dte_dist.errors import DeltaError, OrderMismatch, PeerLost
+from dte_dist.errors import DeltaError, FrameError, OrderMismatch, PeerLost
 from dte_dist.transport.deadline import Deadline, within
+from dte_dist.transport.notes import checked, number, read_note
 
 __all__ = ["GRACE", "Board", "Verdict", "late", "names"]
 
@@ -69,9 +71,19 @@ class Verdict:
 
     @classmethod
     def parse(cls, data: bytes) -> Verdict:
-        """Read what `pack` wrote."""
-        said = json.loads(data)
-        return cls(said["kind"], tuple(said["ranks"]), said["text"], tuple(said["channels"]), said["token"])
+        """Read what `pack` wrote; if it is damaged, that is the verdict."""
+        try:
+            return read_note("the verdict on a channel", data, cls._read)
+        except FrameError as error:
+            return cls("failed", (), str(error), token=f"{zlib.crc32(data):x}")
+
+    @classmethod
+    def _read(cls, said: Any) -> Verdict:
+        ranks, channels = (tuple(map(number, said[name])) for name in ("ranks", "channels"))
+        kind, text, token = (checked(said[name], str) for name in ("kind", "text", "token"))
+        if kind not in get_args(Kind):
+            raise ValueError(f"{kind[:40]} is no reason")
+        return cls(cast(Kind, kind), ranks, text, channels, token)
 
     def pack(self) -> str:
         """Write it down."""

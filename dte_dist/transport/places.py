@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dte_dist.transport.board import names
+from dte_dist.transport.notes import checked, number, read_note
 
 __all__ = ["Place", "Places", "crossing", "wait_for_each_other"]
 
@@ -46,8 +47,16 @@ class Place:
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Place:
-        """Read what `dataclasses.asdict` and JSON made of one."""
-        return cls(**{**said, "calls": {int(channel): count for channel, count in said["calls"].items()}})
+        """Read what `dataclasses.asdict` and JSON made of one.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it cannot be one.
+        """
+        rank, channel, call, opened = (number(said[name]) for name in ("rank", "channel", "call", "opened"))
+        calls = {int(each): number(count) for each, count in said["calls"].items()}
+        name = said["name"] if said["name"] is None else checked(said["name"], str)
+        flags = (checked(said[name], bool) for name in ("is_foreground", "is_alone"))
+        return cls(rank, channel, name, call, calls, opened, *flags)
 
     def __str__(self) -> str:
         name = "" if self.name is None else f" {self.name!r}"
@@ -123,4 +132,8 @@ class Places:
         """Return where ranks wait, by default all; may block."""
         keys = [str(rank) for rank in (range(self._size) if ranks is None else ranks)]
         said = [self._store.get(key) for key in keys if self._store.check([key])]
-        return [Place.parse(each) for places in said for each in json.loads(places)]
+        return [
+            place
+            for places in said
+            for place in read_note("where a rank waits", places, lambda all_of_it: [*map(Place.parse, all_of_it)])
+        ]

@@ -10,7 +10,9 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from dte_dist.transport.notes import checked, number
 
 __all__ = ["Process"]
 
@@ -40,6 +42,18 @@ class Process:
         """Return the process that calls."""
         stat = _stat(os.getpid())
         return cls(_machine(), os.getpid(), int(stat[_STARTED]) if stat else 0)
+
+    @classmethod
+    def read(cls, said: Any) -> Process:
+        """Return the process that another rank said it is, as a JSON object.
+
+        Raises:
+            ValueError, TypeError, KeyError: it cannot be one.
+        """
+        process = cls(checked(said["machine"], str), number(said["pid"], 1), number(said["started"]))
+        if process.pid >= 1 << 31:
+            raise ValueError(f"there is no process {process.pid}")
+        return process
 
     def is_dead(self) -> bool:
         """Return whether it has surely ended; False for a process of another machine, or if in doubt.

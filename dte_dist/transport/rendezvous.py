@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dte_dist.errors import PeerLost
 from dte_dist.transport.board import GRACE, Board
 from dte_dist.transport.deadline import Deadline, within
+from dte_dist.transport.notes import number, read_note
 from dte_dist.transport.presence import Process
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Membership:
                 if verdict.kind != "late" or pg.rank() not in verdict.ranks:
                     break  # it is raised at the roll call
                 number = root.add(counter, 1)
-            return number, root.compare_set("group", "", secrets.token_hex(8)).decode()
+            return number, root.compare_set("group", "", secrets.token_hex(8)).decode("utf-8", "replace")
 
         try:
             number, name = within(Deadline(timeout.total_seconds()), take_number)
@@ -137,7 +138,8 @@ class Membership:
     def processes(self) -> dict[int, Process]:
         """Return the processes of the ranks that have ever opened a channel of the group; may block."""
         there = [rank for rank in range(self.size) if self.group_store.check([f"process/{rank}"])]
-        return {rank: Process(**json.loads(self.group_store.get(f"process/{rank}"))) for rank in there}
+        notes = {rank: self.group_store.get(f"process/{rank}") for rank in there}
+        return {rank: read_note(f"the process of rank {rank}", note, Process.read) for rank, note in notes.items()}
 
 
 def call_roll(watch: Watch) -> dict[int, int | None]:
@@ -165,13 +167,19 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
         return store.multi_get([str(rank) for rank in range(mine.size)])
 
     try:
-        said = {rank: json.loads(note) for rank, note in enumerate(watch.call_aside(mine.timeout, come))}
+        notes = watch.call_aside(mine.timeout, come)
     except (RuntimeError, TimeoutError) as error:
         raise watch.lost(_missing(store, mine), mine.timeout, began, error, verb="come") from error
     finally:
         is_off = True
-    watch.processes = {rank: Process(**note["process"]) for rank, note in said.items()}
-    return {rank: note["origin"] for rank, note in said.items()}
+    said = [read_note(f"the note of rank {rank}", note, _said) for rank, note in enumerate(notes)]
+    watch.processes = {rank: process for rank, (_, process) in enumerate(said)}
+    return {rank: origin for rank, (origin, _) in enumerate(said)}
+
+
+def _said(note: Any) -> tuple[int | None, Process]:
+    """Return what a rank says at the roll call: under which number its modules have met before, and its process."""
+    return None if note["origin"] is None else number(note["origin"]), Process.read(note["process"])
 
 
 def _missing(store: dist.Store, mine: Membership) -> list[int]:

@@ -127,7 +127,13 @@ def _mark(error: Exception | None) -> int:
     return _FOUND if isinstance(error, FrameError) or isinstance(error.__cause__, FrameError) else _OWN
 
 
-def raise_together(wire: Wire, error: Exception | None, *, unsaid: Exception | None = None, among: Sequence[int] | None = None) -> NoReturn:
+def raise_together(
+    wire: Wire,
+    error: Exception | None,
+    *,
+    unsaid: Exception | None = None,
+    among: Sequence[int] | None = None,
+) -> NoReturn:
     """Raise, on every rank, the error of the lowest rank that has one; all members must call, at least one with an error.
 
     The text says on which ranks it was raised, unless all raise the same. On these ranks the original error is

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from random import Random
 from types import MappingProxyType, SimpleNamespace
@@ -44,10 +44,15 @@ from dte_dist.engine.payload import (
 from dte_dist.errors import FrameError, PeerLost, from_wire, to_wire
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
+from dte_dist.transport.board import Verdict
 from dte_dist.transport.guard import guard_of
+from dte_dist.transport.notes import read_note
 from dte_dist.transport.packing import Arrival, Incoming, Packed, piece_sizes
 from dte_dist.transport.packing import Description as PayloadDescription
+from dte_dist.transport.places import Place
+from dte_dist.transport.presence import Process
 from dte_dist.transport.process_group import _check_rows
+from dte_dist.transport.rendezvous import _said
 from dte_dist.transport.together import Agreed
 from tests.unit.fuzzing import EXTREMES, damage_bytes, damage_json, fuzz, limited_memory
 
@@ -427,6 +432,36 @@ def errors_of_others(rng: Random) -> str:
     return "an error" if found is not None else "none"
 
 
+@cache
+def notes() -> dict[str, Any]:
+    place = Place(1, 2, "actor", 4, {1: 3, 2: 4}, 2, True, False)
+    return {
+        "verdict": json.loads(Verdict("late", (2, 3), "ranks 2 and 3 did not answer é", (4, 5)).pack()),
+        "process": asdict(Process.this()),
+        "note": {"origin": 3, "process": asdict(Process.this())},
+        "places": [asdict(place), asdict(replace(place, name=None))],
+    }
+
+
+def notes_in_the_store(rng: Random) -> str:
+    kind = rng.choice(list(notes()))
+    data = json.dumps(notes()[kind]).encode()
+    data = damage_json(rng, json.loads(data)) if rng.random() < 0.8 else damage_bytes(rng, data)
+    if kind == "verdict":
+        verdict = Verdict.parse(data)
+        assert str(verdict.error()).encode() is not None and json.loads(verdict.pack())
+    elif kind == "process":
+        process = read_note("a process", data, Process.read)
+        assert replace(process, machine="elsewhere").is_dead() is False
+    elif kind == "note":
+        origin, _ = read_note("a note", data, _said)
+        assert origin is None or origin >= 0
+    else:
+        for place in read_note("places", data, lambda said: [*map(Place.parse, said)]):
+            assert str(place) and place.is_before(place) in (True, False)
+    return "read"
+
+
 # Payloads ---------------------------------------------------------------------------------------------------
 
 
@@ -553,7 +588,7 @@ READERS: dict[Callable[[Random], str], int] = {
     frame_as_it_came: 3000, frame_with_its_checksum_mended: 4000, frame_on_a_device: 800,
     manifest_as_it_came: 3000, manifest_with_other_json: 3000, description_as_it_came: 3000,
     description_with_other_json: 3000, numbers_of_an_opening: 3000, control_rows: 5000,
-    rows_of_a_meeting: 3000, guarded_row: 5000, errors_of_others: 3000,
+    rows_of_a_meeting: 3000, guarded_row: 5000, notes_in_the_store: 3000, errors_of_others: 3000,
     described: 3000, pieces_as_they_came: 1500, payload_of_tensors: 4000,
 }  # fmt: skip
 """How many inputs of each are read in the suite: less than a minute for all, on a slow machine."""
@@ -583,6 +618,9 @@ def test_what_is_not_damaged_is_read() -> None:
         check_manifest(manifest)
     for data in descriptions():
         check_description(RankDescription.parse(data, rank=0, size=4))
+    assert Verdict.parse(json.dumps(notes()["verdict"]).encode()).ranks == (2, 3)
+    assert _said(notes()["note"]) == (3, Process.this())
+    assert asdict(Place.parse(json.loads(json.dumps(notes()["places"][0])))) == notes()["places"][0]
     for each in packed():
         assert PayloadDescription.from_bytes(each.text).nbytes == each.nbytes
     for _ in range(50):
