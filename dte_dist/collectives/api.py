@@ -213,8 +213,9 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
     pg = group_of(group)
     if (channel := find(module, pg)) is None:
         raise ValueError("there is no open channel of this module and group: verify after delta_broadcast or delta_p2p")
-    with exclusive(module, channel.options.into and channel.options.into()), torch.inference_mode(False), torch.no_grad():
-        running.join(module)
+    into = channel.options.into and channel.options.into()
+    with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
+        running.join(module, into)
         try:
             return channel.verify()
         except BaseException as error:

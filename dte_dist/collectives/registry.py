@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dte_dist.collectives import kept, running
@@ -25,6 +26,7 @@ from dte_dist.collectives.opening import Model, open_channel
 from dte_dist.collectives.options import Options
 from dte_dist.collectives.work import THREAD_NAME
 from dte_dist.engine.control import INVALIDATED
+from dte_dist.layout import Layout
 from dte_dist.transport.groups import Group, group_of
 
 __all__ = ["close", "find", "find_or_open", "invalidate", "is_in_use"]
@@ -69,8 +71,8 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
 
 
 def find(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
-    """Return the open channel of (module, group), None if there is none."""
-    return _channels.get(module, {}).get(group)
+    """Return the open channel of (module, group), None if there is none; of what is no module there never is."""
+    return _channels.get(module, {}).get(group) if isinstance(module, torch.nn.Module | Layout) else None
 
 
 def _warn_of_twins(opened: Channel, group: dist.ProcessGroup) -> None:
