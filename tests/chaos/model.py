@@ -40,18 +40,21 @@ class Model:
         cut: what receivers hold: "whole" or "columns".
         kind: what the package is given: "views" or "module".
         fill: seed of the bits that it begins with; None for zeros.
+        scale: how many times as many rows each tensor has.
 
     Attributes:
         handle: to be passed to a collective.
         tensors: by name, the local tensors.
     """
 
-    def __init__(self, rank: int, sources: int, size: int, *, cut: str, kind: str, fill: int | None) -> None:
+    def __init__(
+        self, rank: int, sources: int, size: int, *, cut: str, kind: str, fill: int | None, scale: int = 1
+    ) -> None:
         self.rank, self.sources, self.size, self.cut = rank, sources, size, cut
         self.tensors: dict[str, Tensor] = {}
         views, places = [], {}
         for name, (rows, columns) in SHAPES.items():
-            shape = (rows, columns)
+            shape = (rows * scale, columns)
             low, high, dim = self._part(shape)
             extent = [high - low if axis == dim else length for axis, length in enumerate(shape)]
             self.tensors[name] = torch.zeros(extent, dtype=_DTYPES[name])

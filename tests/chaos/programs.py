@@ -37,12 +37,16 @@ class Here:
         say: sends a message to the parent.
         rank, size: in the group that is open.
         model: that is kept in step.
+        copy: on a rank that is source and receiver, what it receives into.
     """
 
     def __init__(self, say: Callable[..., None]) -> None:
         self.say = say
         self.rank, self.size = 0, 0
         self.model: Model = None  # type: ignore[assignment]  # `build` comes before everything else
+        self.copy: Model | None = None
+        self.engine: dte_dist.DeltaEngine | None = None
+        self.transport: dte_dist.ProcessGroupTransport | None = None
         self.store: dist.Store | None = None
         self.stores: dict[int, dist.Store] = {}
 
@@ -76,23 +80,26 @@ def build(
     cut: str = "whole",
     kind: str = "views",
     fill: int | None = None,
+    scale: int = 1,
     keep: bool = False,
+    colocated: bool = False,
 ) -> None:
-    """Make this rank's part of the model; with `keep` only where it has another part, or none."""
+    """Make this rank's part of the model; with `keep` only where it has another part, or none.
+
+    If ranks are colocated, each is a source of its rows, and has a copy of the whole besides.
+    """
     old = here.model
     if keep and old is not None and (old.rank < old.sources) == (here.rank < sources):
-        same = (
-            (old.rank, old.sources) == (here.rank, sources)
-            if here.rank < sources
-            else cut == old.cut == "whole"
-        )
-        if same:
+        same_rows = (old.rank, old.sources) == (here.rank, sources)
+        if same_rows if here.rank < sources else cut == old.cut == "whole":
             old.rank, old.sources, old.size = here.rank, sources, here.size
             return
-    here.model = None  # type: ignore[assignment]
+    here.model = here.copy = None  # type: ignore[assignment]
     del old
     gc.collect()
-    here.model = Model(here.rank, sources, here.size, cut=cut, kind=kind, fill=fill)
+    here.model = Model(here.rank, sources, here.size, cut=cut, kind=kind, fill=fill, scale=scale)
+    if colocated:
+        here.copy = Model(here.rank, 0, here.size, cut=cut, kind=kind, fill=None, scale=scale)
 
 
 def refill(here: Here, *, full: Bits) -> None:
@@ -117,6 +124,8 @@ def call(here: Here, how: Mapping[str, Any], after: Callable[[], None] | None = 
     collective = dte_dist.delta_p2p if how.get("p2p") else dte_dist.delta_broadcast
     options = {"timeout": TIMEOUT, "bucket_bytes": 1024, **how.get("options", {})}
     sources = list(range(here.model.sources))
+    if here.copy is not None:
+        options["into"] = here.copy.handle
     if how.get("background"):
         work = collective(here.model.handle, group_src=sources, async_op=True, **options)
         if after is not None:
@@ -223,6 +232,7 @@ def _answer(here: Here, report: SyncReport, tries: int, seconds: float, before: 
         "tries": tries,
         "seconds": seconds,
         "bits": before if is_source else here.model.bits(),
+        "copy": here.copy.bits() if here.copy is not None else None,
     }
 
 

@@ -139,8 +139,9 @@ def check_bits(result: Round, sources: int, cut: str = "whole") -> Full:
     if len(set(versions)) > 1:
         raise WentWrong(f"all calls ended well, at versions {versions}\n{result.story()}")
     parts = [answer["bits"] for answer in result.answers]
+    copies = [answer["copy"] for answer in result.answers if answer["copy"] is not None]
     truth = whole(parts[:sources])
-    wrong = differences(truth, parts[sources:], cut)
+    wrong = differences(truth, copies or parts[sources:], cut)
     if wrong:
         raise WentWrong("all calls ended well, and bits are wrong:\n" + "\n".join([*wrong, result.story()]))
     return truth

@@ -130,6 +130,7 @@ class World:
 
     Attributes:
         members: processes of the group that is open, by rank.
+        store: where that group has its store.
         sound: whether all is well with all processes that are left; if not, take new ones.
     """
 
@@ -138,7 +139,7 @@ class World:
         self.folder = Path(self._folder.name)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[_Process] = []
-        self._groups = 0
+        self._groups, self.store = 0, ""
         self.members: list[int] = []
         self.sound = True
         for _ in range(size):
@@ -183,7 +184,7 @@ class World:
                 dies.
             timeout: seconds that collectives of the group itself may take.
         """
-        self.members = list(self.living if members is None else members)
+        self.members, self.store = list(self.living if members is None else members), store
         self._groups += 1
         where = {
             "port": self._store.port,
