@@ -216,6 +216,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
     into = channel.options.into and channel.options.into()
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
         running.join(module, into)
+        channel = find(module, pg) or channel  # a call of another thread may have opened a new one meanwhile
         try:
             return channel.verify()
         except BaseException as error:

@@ -170,6 +170,16 @@ class Channel:
         self.in_step = True
         return report
 
+    def refuse_forked(self) -> None:
+        """Refuse a call in a forked child, which has copies of the connections of its parent.
+
+        Raises:
+            ChannelClosed: on this process alone, which is no rank.
+        """
+        if os.getpid() != self._pid:
+            fix = "sync in the process that opened the channel; start workers that are to sync by spawn, not fork"
+            raise ChannelClosed("the channel belongs to the process that this one was forked from", fix=fix)
+
     def abort(self, error: BaseException | None = None) -> None:
         """Break the channel if a sync on this rank was left halfway, so that the others do not wait for it."""
         if not self.in_step and self.broken is None:

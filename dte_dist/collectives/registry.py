@@ -50,17 +50,20 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
     Raises:
         LayoutMismatch, ValueError: on every rank, if a call makes no sense or the ranks do not agree.
         PeerLost: a rank did not come.
+        ChannelClosed: this process was forked from the one that has the channel.
     """
     mine = _channels.get(module)
     if mine is None:
         mine = _channels[module] = {}
         weakref.finalize(module, _close_all, mine).atexit = False
     for other, channel in list(mine.items()):
+        channel.refuse_forked()
         channel.abort()
         if channel.broken is not None or _is_gone(other):
             if (source := channel.parts.source) is not None:  # a receiver's chain stays with its copy anyway
                 kept.keep_source(module, source, channel.parts.agreement.model)
             mine.pop(other).close("its group is gone")
+    _forget_origins(module)
     if group not in mine:
         _retire(group, options.name)
         with _no_collection():
@@ -68,6 +71,14 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
         _origins.setdefault(module, {})[group] = mine[group].watch.origin
         _warn_of_twins(mine[group], group)
     return mine[group]
+
+
+def _forget_origins(module: Model) -> None:
+    """Let go of groups that the user has destroyed: each holds connections and threads."""
+    origins = _origins.get(module, {})
+    for other in list(origins):
+        if _is_gone(other):
+            del origins[other]
 
 
 def find(module: Model, group: dist.ProcessGroup | None) -> Channel | None:

@@ -29,7 +29,7 @@ from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1
 from dte_dist.layout.local import LocalTensors
 
-__all__ = ["Counted", "Watch", "is_clone", "only_here"]
+__all__ = ["CopyCheck", "Counted", "is_clone", "only_here"]
 
 Counted = tuple[np.ndarray, np.ndarray]
 """int64[tensors] twice: elements of some tensors, and their version counters."""
@@ -38,22 +38,25 @@ _QUIET: Final = 8
 """Syncs in a row without a change, after which tensors that nobody wrote to are taken for copies."""
 
 
-class Watch:
+class CopyCheck:
     """Look whether anybody writes to the tensors that a caller gave to a layout.
 
     Args:
         made: the tensors when the layout was made.
         clones: indices of those that are known to be clones.
+
+    Attributes:
+        is_settled: whether `refuse` has found nothing to refuse: it need not be asked again.
     """
 
     def __init__(self, made: LocalTensors, clones: Sequence[int]) -> None:
         self._versions = made.versions()
         self._clones = frozenset(index for index in clones if made.numels[index])
-        self._is_settled = False
+        self.is_settled = False
         self._quiet = 0
 
     def refuse(self, names: Sequence[str], items: Sequence[Any], counted: Counted) -> None:
-        """Refuse copies that nobody wrote to; what was found once is not looked at again.
+        """Refuse copies that nobody wrote to.
 
         Args:
             names: of the slots.
@@ -63,8 +66,6 @@ class Watch:
         Raises:
             LayoutMismatch: all clones are such copies, or all tensors are; names the first.
         """
-        if self._is_settled:
-            return
         idle, (numels, _) = self._idle(counted), counted
         if self._clones and self._clones <= set(idle):
             first = min(self._clones)
@@ -86,7 +87,7 @@ class Watch:
         if alone:
             what = f"nobody holds {len(alone)} of {len(names)} tensors of a Layout but itself"
             _warn(f"{what}, so no training step reaches them", names[alone[0]])
-        self._is_settled = True
+        self.is_settled = True
 
     def is_suspicious(self, count: int) -> bool:
         """Note how many changes a source found; return True, once, if it has been none for long."""

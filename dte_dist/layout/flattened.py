@@ -47,6 +47,11 @@ class FlatView:
     offset: int
     strides: tuple[int, ...]
 
+    @property
+    def home(self) -> tuple[int, tuple[int, int]]:
+        """Where in the module it is found, the same for every layout of the module."""
+        return id(self.unit.unit()), (self.member, self.offset)
+
     def of(self, flat: Tensor) -> Tensor:
         """Return the view of the unit's range."""
         return flat.as_strided(self.region.block.shape, self.strides, flat.storage_offset() + self.offset)

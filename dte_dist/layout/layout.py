@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout.copies import Counted, Watch
+from dte_dist.layout.copies import CopyCheck, Counted
 from dte_dist.layout.describe import Describer, settled
 from dte_dist.layout.devices import home_of
 from dte_dist.layout.flattened import FlatUnit, FlatView, beside
@@ -73,7 +73,7 @@ class Layout:
         read = LocalTensors.of(local)
         self._before = read.forget()
         clones = [index for index, spot in enumerate(self._spots) if spot.is_clone]
-        self._watch = Watch(read, clones) if self._follow is None else None
+        self._copies = CopyCheck(read, clones) if self._follow is None else None
         self._device: torch.device | None = None
         self._away: Sequence[int] = ()
         self._device_types = [tensor.device.type for tensor in local]
@@ -209,7 +209,10 @@ class Layout:
 
     def homes(self) -> list[tuple[int, Any]]:
         """Return for each entry what tells where in the module it is found, whatever `rename=` calls it."""
-        return [(id(holder), key) for holder, key in self._homes]
+        return [
+            found.home if isinstance(found, FlatView) else (id(holder), key)
+            for (holder, key), found in zip(self._homes, self._objects, strict=True)
+        ]
 
     def is_trained(self) -> bool:
         """Return whether the module, or what was given instead, is trained; see `modules.is_trained`."""
@@ -236,13 +239,13 @@ class Layout:
             >>> weights = {"w": torch.zeros(2)}
             >>> Layout.from_tensors(weights).refuse_copies()  # whoever holds `weights` may write to it
         """
-        if self._watch is not None:
-            self._watch.refuse(self._names, self._objects, self._counted())
+        if self._copies is not None and not self._copies.is_settled:
+            self._copies.refuse(self._names, self._objects, self._counted())
 
     def note_changes(self, count: int) -> None:
         """Note how many changes a source found; warn once if there are none for long, and nobody writes."""
-        if self._watch is not None and self._watch.is_suspicious(count):
-            self._watch.warn(self._names, self._counted())
+        if self._copies is not None and self._copies.is_suspicious(count):
+            self._copies.warn(self._names, self._counted())
 
     def _counted(self) -> Counted:
         """Return elements and version counters of the local tensors, which nothing holds when it is done."""
