@@ -115,7 +115,7 @@ class Wire:
 
     def _connect(self, store: dist.Store) -> Any:
         """Connect over gloo, which may take five times the timeout that it is given."""
-        patient, began = PatientStore(store, len(self.members)), time.monotonic()
+        patient, began = PatientStore(store, self.watch), time.monotonic()
         place, size, timeout = self._place[self.rank], len(self.members), self.timeout
         try:
             return self.watch.call_aside(timeout, lambda: dist.ProcessGroupGloo(patient, place, size, timeout))

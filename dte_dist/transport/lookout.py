@@ -26,13 +26,7 @@ if TYPE_CHECKING:
     from dte_dist.transport.rendezvous import Membership
     from dte_dist.transport.watch import Watch
 
-__all__ = ["EVERY", "looks", "note_opening", "put_right"]
-
-EVERY: Final = 1.0
-"""Seconds of a wait before the first look, and between two of them."""
-
-_MANY: Final = 128
-"""Ranks of a group from which on looks become fewer: each asks the store about all of them."""
+__all__ = ["looks", "note_opening", "put_right"]
 
 _BENEFIT: Final = 1.0
 """Seconds that a rank has to say why it closed its connections."""
@@ -55,19 +49,18 @@ def note_opening(membership: Membership) -> None:
 
 def looks(watch: Watch, is_waiting: Callable[[], bool]) -> Iterator[Verdict]:
     """Look around while a wait lasts; yield the verdict whenever there is nothing to wait for."""
-    pause = EVERY * max(1.0, watch.membership.size / _MANY)
     try:
         while is_waiting():
-            verdict = _look(watch, pause)
+            verdict = _look(watch)
             if verdict is not None and is_waiting():
                 yield verdict
-            time.sleep(pause)
+            time.sleep(watch.pause)
     finally:
         if _places.pop(id(watch), None) is not None:
             _say_places(watch)
 
 
-def _look(watch: Watch, pause: float) -> Verdict | None:
+def _look(watch: Watch) -> Verdict | None:
     """Look around once; may block."""
     board, rank = watch.board, watch.membership.rank
     try:
@@ -80,7 +73,7 @@ def _look(watch: Watch, pause: float) -> Verdict | None:
             _places[id(watch)] = watch.membership.group, place_of(watch)
             _say_places(watch)
         if watch.is_opening and board.busy():
-            watch.postpone(pause)
+            watch.postpone(watch.pause)
         return found or _crossing(watch)
     except RuntimeError as error:
         _log.debug("the store cannot be reached: %s", error)

@@ -156,14 +156,13 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
     is_off, began = False, time.monotonic()
 
     def come() -> Sequence[bytes]:
-        if (verdict := watch.board.read()) is not None:
-            watch.board.found = verdict
+        if watch.is_over():
             raise RuntimeError("the others came and went")
         mine.group_store.set(f"process/{mine.rank}", here)
         store.set(str(mine.rank), json.dumps({"origin": watch.origin, "process": asdict(Process.this())}))
         if store.add("count", 1) == mine.size:
             store.set("all", "")
-        _await(store, ["all"], mine.size, lambda: is_off)
+        _await(store, ["all"], mine.size, lambda: is_off or watch.is_over())
         return store.multi_get([str(rank) for rank in range(mine.size)])
 
     try:
@@ -195,20 +194,22 @@ def _missing(store: dist.Store, mine: Membership) -> list[int]:
 
 
 class PatientStore(dist.Store):
-    """A store that asks for keys again and again instead of waiting for them within, until it is stopped.
+    """A store that asks for keys again and again instead of waiting for them within.
+
+    It does so until it is stopped, or there is a verdict on the channel.
 
     Args:
         store: where the keys are.
-        size: of the group.
+        watch: of the channel.
     """
 
-    def __init__(self, store: dist.Store, size: int) -> None:
+    def __init__(self, store: dist.Store, watch: Watch) -> None:
         super().__init__()
-        self._store, self._size, self._is_off = store, size, False
+        self._store, self._watch, self._is_stopped = store, watch, False
 
     def stop(self) -> None:
         """Let whoever waits for a key fail."""
-        self._is_off = True
+        self._is_stopped = True
 
     def set(self, key: str, value: Any) -> None:
         """Write a key."""
@@ -216,12 +217,12 @@ class PatientStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is there."""
-        _await(self._store, [key], self._size, lambda: self._is_off)
+        self.wait([key])
         return self._store.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys; for how long is up to who stops it."""
-        _await(self._store, keys, self._size, lambda: self._is_off)
+        _await(self._store, keys, self._watch.membership.size, lambda: self._is_stopped or self._watch.is_over())
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether keys are there."""

@@ -39,6 +39,12 @@ __all__ = ["Watch"]
 _TICK: Final = 0.25
 """Seconds between two ticks of the clock."""
 
+_EVERY: Final = 1.0
+"""Seconds of a wait before the first look, and between two of them; a quarter of a timeout that is shorter."""
+
+_MANY: Final = 128
+"""Ranks of a group from which on looks become fewer: each asks the store about all of them."""
+
 _PROBED: Final = 64
 """Connections that a look probes: those to the ranks behind this one, so that each rank is probed by as many."""
 
@@ -90,6 +96,7 @@ class Watch:
         is_opening: the channel is not open yet.
         is_ending: of the present call only the last exchange is left. A rank that has it all may end.
         since: when the present wait began; None between waits.
+        pause: seconds of a wait before the first look, and between two of them.
         missed: what ranks did not do within how many seconds, where a wait was too long.
     """
 
@@ -103,7 +110,10 @@ class Watch:
         self.is_shared = self.is_opening = self.is_ending = False
         self.since: float | None = None
         self.missed = "answer", 0.0
+        often = min(_EVERY, max(_TICK, membership.timeout.total_seconds() / 4))
+        self.pause = often * max(1.0, membership.size / _MANY)
         self._wires: list[weakref.ref[Watched]] = []
+        self._read = 0.0
         self._deadline: Deadline | None = None
         self._is_overdue = self._is_looked_at = False
         self._compiling = _COMPILING
@@ -188,6 +198,12 @@ class Watch:
         finally:
             self._is_overdue = deadline.passed
             self.end()
+
+    def is_over(self) -> bool:
+        """Return whether there is a verdict, to those who ask often; may block."""
+        if self.board.found is None and time.monotonic() - self._read > _TICK:
+            self.board.found, self._read = self.board.read(), time.monotonic()
+        return self.board.found is not None
 
     def lost(
         self, ranks: Iterable[int], timeout: timedelta, began: float, error: BaseException, *, verb: str = "answer"
@@ -279,7 +295,7 @@ class Watch:
         if deadline is not None and deadline.passed:
             self._is_overdue = True
             self.kill()
-        elif not self._is_looked_at and time.monotonic() - since >= lookout.EVERY - _TICK:
+        elif not self._is_looked_at and time.monotonic() - since >= self.pause - _TICK:
             self._is_looked_at = True
             threading.Thread(target=self._look_on, args=(since,), name="dte_dist lookout", daemon=True).start()
 
