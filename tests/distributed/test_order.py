@@ -128,6 +128,27 @@ def test_a_rank_that_opens_a_channel_while_the_others_call_an_open_one_is_told_f
         assert reports == [(2, 1, "delta", "rank 1 seeded: it had no version"), (3, 2, "delta", "")]
 
 
+def rebuilt_with_a_name(rank: int, world: int, who: int) -> Any:
+    """One rank builds its module anew and keeps the old one; the channel has a name, and so has another one."""
+    one, other = model(rank), model(rank + 10)
+    call(one, name="actor")
+    call(other, name="reference")
+    dist.barrier()
+    mine = model(rank + 20) if rank == who else one
+    reports: list[Any] = []
+    errors = [told(lambda: reports.append(facts(call(mine, name="actor"))[2:4])) for _ in range(2)]
+    reports.append(facts(call(other, name="reference"))[:4])
+    return errors, reports, prints(mine), prints(other)
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["on the source", "on a receiver"])
+def test_a_module_that_was_built_anew_takes_the_name_of_its_channel_and_nobody_waits(ranks: Ranks, who: int) -> None:
+    errors, (first, second, third), *_ = same(ranks.run(rebuilt_with_a_name, who))
+    assert errors == [("", "", True)] * 2
+    assert first == (("full", "sources restarted, receivers held v1"), ("delta", "rank 1 seeded: it had no version"))[who]
+    assert second == ("delta", "") and third == (2, 1, "delta", "")
+
+
 def transports(rank: int, world: int) -> Any:
     """A transport and a channel over one group."""
     module, transport = model(rank), ProcessGroupTransport(timeout=LONG)
