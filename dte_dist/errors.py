@@ -129,21 +129,22 @@ class VersionRestart(VersionError):
 
 
 class OrderMismatch(DeltaError):
-    """Ranks waited for each other in different channels of one group: they made their calls in different orders, or with other modules.
+    """Ranks waited for each other in different channels of one group.
 
-    Nothing has moved. The channels concerned are dropped, and the next calls open new ones, in which no receiver needs a seed.
+    They made their calls in different orders, or with other modules. Nothing has moved. The channels concerned
+    are dropped, and the next calls open new ones, in which no receiver needs a seed.
 
     Example:
-        >>> print(OrderMismatch("rank 0 waits in channel 1, rank 1 in channel 2", fix="call them in the same order on every rank"))
-        rank 0 waits in channel 1, rank 1 in channel 2. Way out: call them in the same order on every rank.
+        >>> print(OrderMismatch("rank 0 waits in channel 1, rank 1 in channel 2", fix="call them in one order"))
+        rank 0 waits in channel 1, rank 1 in channel 2. Way out: call them in one order.
     """
 
 
 class PeerLost(DeltaError):
     """A rank died, closed its connections or did not answer in time; the channel is unusable.
 
-    All survivors raise it with the same text. Who is late only may come back: call again until all have met, at most as often as you
-    like. Who died does not: form a group of the others.
+    All survivors raise it with the same text. Who is late only may come back: call again until all have met,
+    at most as often as you like. Who died does not: form a group of the others.
 
     Args:
         what: as for `DeltaError`.

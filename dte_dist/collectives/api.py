@@ -308,7 +308,8 @@ class _Call:
             try:
                 return channel.run(prepared)
             except Abandoned as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
-                raise PeerLost(f"the other ranks had left the channel: {abandoned}", fix="call again; a new channel opens") from abandoned
+                fix = "call again; a new channel opens"
+                raise PeerLost(f"the other ranks had left the channel: {abandoned}", fix=fix) from abandoned
 
         streams = aside(channel.devices)
         work = DeltaWork(finish, streams)

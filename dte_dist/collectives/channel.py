@@ -57,7 +57,10 @@ class Channel:
             longer knows what the others wait for, and the channel is broken by `abort`.
     """
 
-    def __init__(self, options: Options, parts: Parts, watch: Watch, wires: Sequence[Wire], devices: Collection[torch.device]) -> None:
+    def __init__(
+        self, options: Options, parts: Parts, watch: Watch, wires: Sequence[Wire],
+        devices: Collection[torch.device],
+    ) -> None:  # fmt: skip
         self.options, self.parts, self.devices = options, parts, devices
         self.rank = parts.control.rank
         self.broken: str | None = None

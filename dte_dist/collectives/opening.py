@@ -1,18 +1,20 @@
 """How a channel opens: all ranks agree, make the same groups in the same order, and have it together or not at all.
 
-1.   Describe: what this rank holds and wants; kernels are compiled now, and others wait for a rank that compiles. An error is kept.
-2. o The roll call over the store of the group (`transport.rendezvous`): who does not come is known by name. The modules that come must
-     not have been in different channels before.
-3. o Connect, agree on who holds what (`collectives.agreement`), compare what came of it, or all raise the error
-     of one.
+1.   Describe: what this rank holds and wants; kernels are compiled now, and others wait for a rank that
+     compiles. An error is kept.
+2. o The roll call over the store of the group (`transport.rendezvous`): who does not come is known by name.
+     The modules that come must not have been in different channels before.
+3. o Connect, agree on who holds what (`collectives.agreement`), compare what came of it, or all raise the
+     error of one.
 4. o Compare: where sources hold the same, though no mesh makes them replicas, their bits must be equal
      (`collectives.copies`).
 5. o Connect the groups for data, and build the states of source and receiver. What an earlier channel of the
      module left behind is taken up (`collectives.kept`). An error while they are built is kept.
 6. o The last row: has every rank built its channel? If not, all raise, and close their groups.
 
-Steps with a ring (o) are exchanges. Any other error, of whatever rank, is found on the board of the channel, and all raise the same.
-A rank that comes when the others have given it up goes on to the number of their next try, without an error.
+Steps with a ring (o) are exchanges. Any other error, of whatever rank, is found on the board of the channel,
+and all raise the same. A rank that comes when the others have given it up goes on to the number of their next
+try, without an error.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class _GivenUp(Exception):
 
 
 def open_channel(
-    module: Model, group: dist.ProcessGroup | None, into: Model | None, options: Options, error: Exception | None,
-    *, origin: int | None = None,
+    module: Model, group: dist.ProcessGroup | None, into: Model | None, options: Options,
+    error: Exception | None, *, origin: int | None = None,
 ) -> Channel:  # fmt: skip
     """Open a channel; all ranks of the group must call.
 
@@ -79,7 +81,8 @@ def open_channel(
 
     Raises:
         LayoutMismatch, OrderMismatch, ValueError, DeltaError: on every rank, with the same text.
-        PeerLost: a rank did not come, or died, or raised what is no error of the family; on every survivor, with the same text.
+        PeerLost: a rank did not come, or died, or raised what is no error of the family; on every survivor,
+            with the same text.
     """
     while True:
         opening = _Opening(Membership.join(group, options.timeout), options, origin)
@@ -168,7 +171,9 @@ class _Opening:
                 error = error or damage
         groups = self._groups(agreement, mine)  # type: ignore[arg-type]  # agree raised where there is none
         target = module if into is None else into
-        built, wrong = or_error(lambda: self._build(agreement, mine, module, target, groups))  # type: ignore[arg-type]
+        built, wrong = or_error(
+            lambda: self._build(agreement, mine, module, target, groups)  # type: ignore[arg-type]
+        )
         watch.is_ending = True
         raise_if_any(control, error or wrong)
         watch.is_opening = False
@@ -188,18 +193,19 @@ class _Opening:
             kernels.warm(widths, say)
 
     def _groups(self, agreement: Agreement, mine: Described) -> _Groups:
-        """Make the data groups, in the same order on all ranks: to gather, to stream, and for pairs of ranks."""
+        """Make the groups for data, in the same order on all ranks."""
         device = mine.devices[0] if mine.devices else None
         gather = self._wire("gather", agreement.backend, sorted(agreement.sources), device)
-        stream = self._wire("stream", agreement.backend, sorted({agreement.root, *agreement.receivers}), device)
-        everyone = range(self.membership.size)
-        gloo = agreement.backend == "gloo"
-        return gather, stream, self.wires[0] if gloo else self._wire("pairs", agreement.backend, everyone, device)
+        ends = sorted({agreement.root, *agreement.receivers})
+        stream = self._wire("stream", agreement.backend, ends, device)
+        if agreement.backend == "gloo":
+            return gather, stream, self.wires[0]
+        return gather, stream, self._wire("pairs", agreement.backend, range(self.membership.size), device)
 
     def _build(
         self, agreement: Agreement, mine: Described, module: Model, target: Model, groups: _Groups
     ) -> Channel:
-        """Make the states. What fails here is told to all ranks in the last row: nobody waits for anything."""
+        """Make the states. What fails here is told to all ranks in the last row."""
         rank, root, model = self.membership.rank, agreement.root, agreement.model
         gather, stream, pairs = groups
         totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
@@ -255,6 +261,7 @@ def _one_origin(origins: Mapping[int, int | None]) -> int | None:
     ranks = {origin: [rank for rank, other in origins.items() if other == origin] for origin in known}
     if len(ranks) > 1:
         said = ", ".join(f"{names(those)} that of channel {origin}" for origin, those in ranks.items())
-        fix = "call the channels of a group in the same order on every rank; dte_dist.close(module, group) lets a module change places"
+        fix = "call the channels of a group in the same order on every rank; "
+        fix += "dte_dist.close(module, group) lets a module change places"
         raise OrderMismatch(f"a channel opens again, but with different modules: {said}", fix=fix)
     return next(iter(ranks), None)

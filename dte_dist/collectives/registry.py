@@ -67,7 +67,8 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
     if group not in mine:
         _retire(group, options.name)
         with _no_collection():
-            mine[group] = open_channel(module, group, into, options, error, origin=_origins.get(module, {}).get(group))
+            origin = _origins.get(module, {}).get(group)
+            mine[group] = open_channel(module, group, into, options, error, origin=origin)
         _origins.setdefault(module, {})[group] = mine[group].watch.origin
         _warn_of_twins(mine[group], group)
     return mine[group]
@@ -108,12 +109,12 @@ def _are_alike(one: Channel, other: Channel) -> bool:
 def _retire(group: dist.ProcessGroup, name: str | None) -> None:
     """Close the channel of this name that another module has over the group: the module was built anew.
 
-    The others, who still call the old channel, find that it was closed, and open a new one with this rank. Without a name
-    nothing can be concluded: several modules over one group are as it should be.
+    The others, who still call the old channel, find that it was closed, and open a new one with this rank.
+    Without a name nothing can be concluded: several modules over one group are as it should be.
     """
-    for channels in list(_channels.values()):
-        channel = channels.get(group)
-        if name is not None and channel is not None and channel.options.name == name and channel.broken is None:
+    others = [channels[group] for channels in list(_channels.values()) if group in channels]
+    for channel in others:
+        if name is not None and channel.options.name == name:
             channel.close(f"another module took its name, {name!r}")
 
 

@@ -13,9 +13,9 @@ __all__ = ["warm"]
 def warm(*dtypes: torch.dtype) -> None:
     """Compile the inner loops for tensors on CPUs now, rather than when the first channel opens.
 
-    Local: each process calls it or not. It takes 10 to 45 s where nothing is cached, and a fraction of a second
-    where it is; processes of one user on one machine share the work. Without it opening does the same, and the
-    other ranks wait meanwhile.
+    Local: each process calls it or not. It takes 10 to 45 s where nothing is cached, and a fraction of a
+    second where it is; processes of one user on one machine share the work. Without it opening does the same,
+    and the other ranks wait meanwhile.
 
     Args:
         dtypes: of the weights, as they are held and as they travel; none for all that there are.

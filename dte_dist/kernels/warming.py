@@ -44,7 +44,8 @@ def warm(widths: Iterable[int], say: Callable[[], None] | None = None) -> None:
 
     Args:
         widths: of elements.
-        say: called when it turns out that something has to be compiled, here or by another process that this one waits for.
+        say: called when it turns out that something has to be compiled, here or by another process that this
+            one waits for.
 
     Example:
         >>> warm([2, 4])
@@ -84,7 +85,8 @@ class _Notice(event.Listener):
         if not self._is_given:
             self._is_given = True
             widths = ", ".join(map(str, self._widths))
-            _log.info("compiling kernels for elements of %s bytes, once per machine and version: this takes 10 to 45 s", widths)
+            what = "compiling kernels for elements of %s bytes, once per machine and version: this takes 10 to 45 s"
+            _log.info(what, widths)
             if self._say is not None:
                 self._say()
 

@@ -1,10 +1,11 @@
-"""What ranks leave for each other to read in the store of the group, where the groups of a channel do not reach.
+"""What ranks leave for each other to read in the store of the group, where no exchange reaches them.
 
-A channel ends with one `Verdict`, that of the rank that comes first: why it ended, and which ranks that is about. All others read it and
-raise the same. It is written before the rank that found it drops its groups, so whoever sees them drop finds the reason.
+A channel ends with one `Verdict`, that of the rank that comes first: why it ended, and which ranks that is
+about. All others read it and raise the same. It is written before the rank that found it drops its groups, so
+whoever sees them drop finds the reason.
 
-The store lives on a rank too, perhaps on the one that is gone, and its client may block for ever. So what is asked in the thread of
-the user has an end; what "may block" is for threads of our own.
+The store lives on a rank too, perhaps on the one that is gone, and its client may block for ever. So what is
+asked in the thread of the user has an end; what "may block" is for threads of our own.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Verdict:
     """Why a channel ended.
 
     Attributes:
-        kind: "died": ranks are gone; "late": ranks did not answer in time; "failed": a rank raised; "left": ranks closed the channel on
-            purpose; "order": ranks wait for each other in different channels.
+        kind: "died": ranks are gone; "late": ranks did not answer in time; "failed": a rank raised; "left":
+            ranks closed the channel on purpose; "order": ranks wait for each other in different channels.
         ranks: of the group that it is about.
         text: what all raise.
         channels: of "order", by number.
@@ -107,7 +108,8 @@ class Board:
 
     Attributes:
         found: the verdict, once this rank knows it.
-        until: when the wait of this rank would have ended; None if it was not waiting. The store may use what is left.
+        until: when the wait of this rank would have ended; None if it was not waiting. The store may use what
+            is left.
     """
 
     def __init__(self, store: dist.Store, size: int) -> None:
@@ -117,7 +119,7 @@ class Board:
         self._asked: Deadline | None = None
 
     def settle(self, mine: Verdict, decide: Callable[[], Verdict] | None = None) -> Verdict:
-        """Return the verdict of the first rank that called, in bounded time: `mine` if the store cannot be reached any more.
+        """Return the verdict of the first rank that called; `mine` if the store cannot be reached in time.
 
         Args:
             mine: of this rank.
@@ -128,7 +130,7 @@ class Board:
         return self.found
 
     def decide(self, mine: Verdict) -> Verdict:
-        """Return the verdict of the first rank that called; that ranks closed the channel on purpose, if they have. May block."""
+        """Return the verdict of the first rank that called, or that ranks closed the channel; may block."""
         if not self._store.check(["verdict"]) and (left := self._left()):
             mine = Verdict("left", tuple(left), f"{names(left)} closed the channel")
         return Verdict.parse(self._store.compare_set("verdict", "", mine.pack()))
@@ -215,5 +217,5 @@ def late(ranks: Iterable[int], verb: str, seconds: float) -> PeerLost:
         rank 2 did not answer within 60 s
     """
     missing = tuple(sorted(ranks))
-    fix = "call again on all ranks, with a longer timeout= if they may take so long; or with a group of the others"
+    fix = "call again on all ranks, with a longer timeout= if they may take so long, or with a group of the rest"
     return PeerLost(f"{names(missing)} did not {verb} within {seconds:g} s", lost=missing, late=True, fix=fix)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -86,8 +87,8 @@ class Wire:
     """
 
     def __init__(
-        self, name: str, members: Sequence[int], membership: Membership, backend: str, device: torch.device | None = None,
-        *, watch: Watch | None = None,
+        self, name: str, members: Sequence[int], membership: Membership, backend: str,
+        device: torch.device | None = None, *, watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.watch = watch or Watch(membership)
@@ -118,12 +119,13 @@ class Wire:
         patient, began = PatientStore(store, self.watch), time.monotonic()
         place, size, timeout = self._place[self.rank], len(self.members), self.timeout
         try:
-            return self.watch.call_aside(timeout, lambda: dist.ProcessGroupGloo(patient, place, size, timeout))
+            make = partial(dist.ProcessGroupGloo, patient, place, size, timeout)
+            return self.watch.call_aside(timeout, make)
         except (RuntimeError, TimeoutError) as error:
             lost = self.watch.lost(self._others(), timeout, began, error)
             if lost.late or self.watch.board.found is not None or self.watch.broken():
                 raise lost from error
-            fix = "see the cause on this rank; all ranks must reach each other over the network that gloo uses (GLOO_SOCKET_IFNAME)"
+            fix = "see the cause on this rank; all ranks must reach each other where gloo listens (GLOO_SOCKET_IFNAME)"
             raise PeerLost(f"rank {self.rank} could not connect to the other ranks", fix=fix) from error
         finally:
             patient.stop()
@@ -135,21 +137,22 @@ class Wire:
         self._backend = None
 
     def kill(self) -> None:
-        """Close all connections: whoever waits on them fails at once, here and on the other members. From any thread.
+        """Close all connections: whoever waits on them fails at once, here and elsewhere; from any thread.
 
-        gloo closes all connections of a group in which a wait was too long, but does not close any when it is told to abort.
+        gloo closes all connections of a group in which a wait was too long, but does not close any when it is
+        told to abort.
         """
         backend = self._backend
-        if backend is None or os.getpid() != self._pid:  # a forked child has the connections, but they are its parent's
+        if backend is None or os.getpid() != self._pid:  # in a forked child they are its parent's
             return
         if self.device.type == "cpu":
             for rank in self._others():
-                with suppress(RuntimeError):  # as it should: it is too short for this one, and then all others have closed
+                with suppress(RuntimeError):  # as it should: the first is too short, and closes those of all others
                     self._probe(backend, rank).wait(_AT_ONCE)
         backend.abort()
 
     def closed(self, ranks: Iterable[int]) -> set[int]:
-        """Return which of these ranks have closed their connection on this wire; over NCCL it cannot be told. From any thread."""
+        """Return which of these ranks have closed their connection; none over NCCL. From any thread."""
         backend, found = self._backend, set()
         if backend is not None and self.device.type == "cpu":
             for rank in ranks:
@@ -332,5 +335,6 @@ class Wire:
             self.watch.end()
 
     def _lost(self, what: str, ranks: Sequence[int], began: float, error: BaseException) -> PeerLost:
-        error.add_note(f"(on rank {self.rank}, to {what} on the {self.name} group, with ranks {', '.join(map(str, ranks))})")
+        others = ", ".join(map(str, ranks))
+        error.add_note(f"(on rank {self.rank}, to {what} on the {self.name} group, with ranks {others})")
         return self.watch.lost(ranks, self.timeout, began, error)

@@ -1,10 +1,10 @@
 """What a rank that waits for long looks at, once a second, in a thread of its own.
 
 1. Is there a verdict on the channel?
-2. Has a connection of it closed, or has a process of this machine ended? Not at the end of a call: a rank that
-   has all it came for may end.
-3. Where do ranks wait (`transport.places`)? This one says where it does; a rank that waits for it elsewhere, while
-   it is waited for here, will never come.
+2. Has a connection of it closed, or has a process of this machine ended? Not at the end of a call: a rank
+   that has all it came for may end.
+3. Where do ranks wait (`transport.places`)? This one says where it does; a rank that waits for it elsewhere,
+   while it is waited for here, will never come.
 4. While a channel opens: does a rank compile? Then the wait is given more time.
 """
 
@@ -112,9 +112,9 @@ def _decide_both(watch: Watch, mine: Verdict) -> Verdict | None:
 def put_right(watch: Watch, mine: Verdict) -> Verdict:
     """Return a verdict of this rank as it is to be told, unless another one is there first; may block.
 
-    Connections that have closed may be those of a rank that had waited too long for another one: gloo closes them
-    before the rank can say so. So it gets a moment, unless it has surely died. And of ranks that did not answer,
-    those that say that they wait in the same call do but wait for others.
+    Connections that have closed may be those of a rank that had waited too long for another one: gloo closes
+    them before the rank can say so. So it gets a moment, unless it has surely died. And of ranks that did not
+    answer, those that say that they wait in the same call do but wait for others.
     """
     if mine.kind == "died" and mine.ranks:
         patience = Deadline(_BENEFIT)
@@ -123,8 +123,8 @@ def put_right(watch: Watch, mine: Verdict) -> Verdict:
     if mine.kind != "late":
         return mine
     here = place_of(watch)
-    places = [place for place in _group(watch).read() if (place.channel, place.call) == (here.channel, here.call)]
-    waiting = {here.rank, *(place.rank for place in places)}
+    call = here.channel, here.call
+    waiting = {here.rank, *(place.rank for place in _group(watch).read() if (place.channel, place.call) == call)}
     missing = set(mine.ranks) - waiting or set(range(watch.membership.size)) - waiting
     if not missing or missing == set(mine.ranks):
         return mine
@@ -150,7 +150,8 @@ def place_of(watch: Watch) -> Place:
 def _belongs_to(watch: Watch, thread: threading.Thread) -> bool:
     """Return whether no other thread is likely to make the next call of a channel.
 
-    All calls came from this one; and if it was only one call, no other thread of the user is there to take over.
+    All calls came from this one; and if it was only one call, no other thread of the user is there to take
+    over.
     """
     if watch.owner is not thread or watch.is_shared:
         return False

@@ -1,9 +1,10 @@
-"""Where ranks wait, for each other to read: two that wait for each other in different channels of one group wait for ever.
+"""Where ranks wait: two that wait for each other in different channels of one group wait for ever.
 
-Whoever waits for more than a second writes down in which channel, in which of its calls, and how many calls of the other channels this
-thread has made. From the numbers alone it follows whether two ranks are each before the call that the other one is in, and stuck in one
-that the other one has not made. It follows for sure: a place that was written a while ago is still taken, since whoever is in it waits for
-the reader. Only threads are taken for what they have been: a channel belongs to the thread that called it last.
+Whoever waits for more than a second writes down in which channel, in which of its calls, and how many calls
+of the other channels this thread has made. From the numbers alone it follows whether two ranks are each
+before the call that the other one is in, and stuck in one that the other one has not made. It follows for
+sure: a place that was written a while ago is still taken, since whoever is in it waits for the reader. Only
+threads are taken for what they have been: a channel belongs to the thread that called it last.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Place:
         )
 
     def is_before(self, other: Place) -> bool:
-        """Return whether this rank has not made the call that another one is in, and cannot before its own one ends."""
+        """Return whether this rank has yet to make the call that another is in, and cannot before its own ends."""
         if not self.is_foreground:
             return False
         if other.call == 0:

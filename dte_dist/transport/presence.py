@@ -1,6 +1,7 @@
 """Processes as other processes of the same machine see them.
 
-A rank tells the others which process it is. Those that share its machine can then say for sure that it is gone. Nothing is ever
+A rank tells the others which process it is. Those that share its machine can then say for sure that it is
+gone. Nothing is ever
 concluded from silence: a process that is starved, stopped, or in a long call of C code lives.
 """
 

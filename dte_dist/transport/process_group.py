@@ -103,10 +103,12 @@ class ProcessGroupTransport(Transport):
         self._own: Payload | None = None
         self._met: int | None = None
         while not self._has_opened(group, src, plan, error):
-            _log.info("the other ranks tried to open a transport before this one came: trying again with them")
+            _log.info("the other ranks tried to open a transport before this one came: trying again")
 
-    def _has_opened(self, group: Group | None, src: int | None, plan: Plan | None, error: Exception | None) -> bool:
-        """Open the transport; return whether all ranks came: False if the others had given this one up before."""
+    def _has_opened(
+        self, group: Group | None, src: int | None, plan: Plan | None, error: Exception | None
+    ) -> bool:
+        """Open the transport; return False if the others had given this rank up before it came."""
         membership = Membership.join(group, timedelta(seconds=self._patience))
         self._rank, self._watch = membership.rank, Watch(membership)
         self._wires: list[Wire] = []
@@ -136,7 +138,9 @@ class ProcessGroupTransport(Transport):
         call_roll(self._watch)
         return self._wire("control", range(membership.size), membership, "gloo")
 
-    def _open(self, control: Wire, membership: Membership, roles: Roles | None, error: Exception | None) -> None:
+    def _open(
+        self, control: Wire, membership: Membership, roles: Roles | None, error: Exception | None
+    ) -> None:
         """Agree on the roles, and make the groups; all members of the group must call."""
         can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
         digest = np.frombuffer(roles.digest() if roles is not None else bytes(16), np.int64)

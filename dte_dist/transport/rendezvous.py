@@ -1,11 +1,14 @@
-"""How the ranks of a group come together before they have groups of their own: over the store of the user's group.
+"""How ranks come together before a channel has groups of its own: over the store of the user's group.
 
 1. Each rank takes the next channel number of the group (`Membership.join`).
-2. It comes to the roll call of that number (`call_roll`), and waits until all have come. Who does not come is known by name.
-3. They connect (`transport.groups.Wire`). gloo asks the store for the addresses of the others, through a `PatientStore`.
+2. It comes to the roll call of that number (`call_roll`), and waits until all have come. Who does not come is
+   known by name.
+3. They connect (`transport.groups.Wire`). gloo asks the store for the addresses of the others, through a
+   `PatientStore`.
 
-A client of the store answers one question at a time. One that waited in it for a key would keep all other threads of the process from
-the store, those of the user, too. So nothing here waits within the store: it is asked again and again.
+A client of the store answers one question at a time. One that waited in it for a key would keep all other
+threads of the process from the store, those of the user, too. So nothing here waits within the store: it is
+asked again and again.
 """
 
 from __future__ import annotations
@@ -95,8 +98,8 @@ class Membership:
     def join(cls, group: Group | None, timeout: timedelta) -> Membership:
         """Take the next channel number of `group`, leaving out those under which it was given up as late.
 
-        Every member counts for itself. A member that was not there when the others tried to open a channel finds
-        their verdict on the `Board` of that number, and so comes to the number of their next try.
+        Every member counts for itself. A member that was not there when the others tried to open a channel
+        finds their verdict on the `Board` of that number, and so comes to the number of their next try.
 
         Raises:
             ValueError: this rank is not a member of the group, or it is a mesh of several dimensions.
@@ -120,7 +123,7 @@ class Membership:
         try:
             number, name = within(Deadline(timeout.total_seconds()), take_number)
         except (RuntimeError, TimeoutError) as error:
-            fix = "if the rank that keeps it is gone, form a group of the others, and call again with that group"
+            fix = "if the rank that keeps it is gone, form a group of the others, and call with that group"
             raise PeerLost("the store of the group cannot be reached", fix=fix) from error
         ranks = tuple(dist.get_process_group_ranks(pg))
         store, backends = dist.PrefixStore(str(number), root), str(dist.get_backend_config(pg))
@@ -146,7 +149,8 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
     """Wait until all ranks of the group have come to open a channel, and learn which processes they are.
 
     Returns:
-        By rank, under which number the modules that it brings have met before; None for a rank whose modules have not.
+        By rank, under which number the modules that it brings have met before; None for a rank whose modules
+        have not.
 
     Raises:
         PeerLost: ranks did not come, or there is a verdict on the channel.
@@ -222,7 +226,8 @@ class PatientStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys; for how long is up to who stops it."""
-        _await(self._store, keys, self._watch.membership.size, lambda: self._is_stopped or self._watch.is_over())
+        size = self._watch.membership.size
+        _await(self._store, keys, size, lambda: self._is_stopped or self._watch.is_over())
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether keys are there."""

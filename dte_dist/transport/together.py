@@ -8,8 +8,8 @@ A rank that raised at once would leave the others waiting for it until their tim
 4.   What every rank raises is marked: it comes as `Agreed`. So is the error in what all ranks have seen alike, and judge alike
      (`agreed`). The ranks are in step then, and may go on with the same groups.
 5.   After any other error they are not: a peer is lost, or this rank is about to be, because what it got is
-     damaged (`DamagedRow`), say. It says so on the `Board` of the channel, unless another rank has, and drops its
-     groups, which wakes the others. All raise what the first one said (`end_together`).
+     damaged (`DamagedRow`), say. It says so on the `Board` of the channel, unless another rank has, and drops
+     its groups, which wakes the others. All raise what the first one said (`end_together`).
 
 Steps with a ring (o) are exchanges. Errors travel as `errors.to_wire` writes them.
 """
@@ -52,7 +52,8 @@ def agreed(call: Callable[[], _T]) -> _T:
 
     Raises:
         Agreed: with the error of the family, or the ValueError, that it raises.
-        Exception: anything else, a `PeerLost` and a `DamagedRow` as they are: no other rank need have seen it.
+        Exception: anything else, a `PeerLost` and a `DamagedRow` as they are: no other rank need have seen
+            it.
 
     Example:
         >>> decision = agreed(lambda: decide(rows, root))
@@ -136,8 +137,8 @@ def raise_together(
 ) -> NoReturn:
     """Raise, on every rank, the error of the lowest rank that has one; all members must call, at least one with an error.
 
-    The text says on which ranks it was raised, unless all raise the same. On these ranks the original error is
-    the cause.
+    The text says on which ranks it was raised, unless all raise the same. On these ranks the original error
+    is the cause.
 
     Args:
         wire: a group of the ranks concerned; over gloo.
@@ -179,7 +180,7 @@ def end_together(
         left: makes the error to raise if the ranks it is given closed theirs on purpose; None if that makes no difference.
     """
     forget_frames(error)
-    verdict = watch.settle(error)  # before the groups drop: the others are to raise what is wrong, not that they lose us
+    verdict = watch.settle(error)  # before the groups drop: the others are to raise it, not that they lose us
     drop(f"{type(error).__name__} in an earlier call: {error}")
     if verdict.kind == "left" and left is not None:
         return left(verdict.ranks)

@@ -1,16 +1,18 @@
 """Long waits are watched from another thread, so that they end as soon as it is known that nobody will come.
 
-A wait for a rank is one call into C++. It can neither be cut into slices (gloo takes a wait that was too short
+A wait for a rank is one call into C++. It can neither be cut into slices (gloo takes a wait that was too
+short
 for a lost peer) nor be told anything. So:
 
 1. Whoever waits notes when it began, which is all that a wait costs that ends soon.
-2. A thread of the process, the clock, wakes up a few times a second while channels are open. A wait of more than
-   a second gets a thread of its own that looks around once a second (`transport.lookout`), until the wait ends.
-3. If the wait is hopeless, the verdict is written on the board, and the connections of the channel are closed:
-   the wait fails at once, here and on the ranks that wait for this one, and all raise the verdict.
+2. A thread of the process, the clock, wakes up a few times a second while channels are open. A wait of more
+   than a second gets a thread of its own that looks around once a second (`transport.lookout`), until the
+   wait ends.
+3. If the wait is hopeless, the verdict is written on the board, and the connections of the channel are
+   closed: the wait fails at once, here and on the ranks that wait for this one, and all raise the verdict.
 
-While a channel opens, a rank that compiles is waited for: its time does not count. So the end of such a wait is
-up to the clock.
+While a channel opens, a rank that compiles is waited for: its time does not count. So the end of such a wait
+is up to the clock.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ _TICK: Final = 0.25
 """Seconds between two ticks of the clock."""
 
 _EVERY: Final = 1.0
-"""Seconds of a wait before the first look, and between two of them; a quarter of a timeout that is shorter."""
+"""Seconds of a wait before the first look, and between two of them; less if the timeout is short."""
 
 _MANY: Final = 128
 """Ranks of a group from which on looks become fewer: each asks the store about all of them."""
 
 _PROBED: Final = 64
-"""Connections that a look probes: those to the ranks behind this one, so that each rank is probed by as many."""
+"""Connections that a look probes: those to the ranks behind this one, so each is probed by as many."""
 
 _COMPILING: Final = 600.0
 """Seconds that ranks may compile while a channel opens, in all."""
@@ -118,7 +120,7 @@ class Watch:
         self._is_overdue = self._is_looked_at = False
         self._compiling = _COMPILING
 
-    # The channel -----------------------------------------------------------------------------------------------
+    # The channel --------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Begin to open: long waits are watched from now on."""
@@ -156,7 +158,7 @@ class Watch:
 
     @contextmanager
     def compiling(self) -> Iterator[Callable[[], None]]:
-        """Give something to call once this rank begins to compile: others do not count the time until the end."""
+        """Give something to call once this rank begins to compile: others do not count the time until it ends."""
         said: list[bool] = []
 
         def say() -> None:
@@ -170,7 +172,7 @@ class Watch:
             if said:
                 self.board.say_busy(self.membership.rank, False)
 
-    # A wait ----------------------------------------------------------------------------------------------------
+    # A wait -------------------------------------------------------------------------------------------------
 
     def begin(self, timeout: timedelta) -> timedelta:
         """Begin a wait of so long; return when it must end by itself, should the clock not end it."""
@@ -206,8 +208,9 @@ class Watch:
         return self.board.found is not None
 
     def lost(
-        self, ranks: Iterable[int], timeout: timedelta, began: float, error: BaseException, *, verb: str = "answer"
-    ) -> PeerLost:
+        self, ranks: Iterable[int], timeout: timedelta, began: float, error: BaseException,
+        *, verb: str = "answer",
+    ) -> PeerLost:  # fmt: skip
         """Return what is raised where a wait has failed, and note how long the store may be asked about it.
 
         Args:
@@ -232,8 +235,8 @@ class Watch:
     def ends_here(self, verdict: Verdict) -> bool:
         """Return whether a rank that had not begun the call has to raise a verdict, too.
 
-        It has not if the others gave it up because it was late, or if it has raised the verdict before: all it has
-        to do is to meet them in a new channel.
+        It has not if the others gave it up because it was late, or if it has raised the verdict before: all
+        it has to do is to meet them in a new channel.
         """
         is_meant = verdict.kind == "late" and self.membership.rank in verdict.ranks
         return verdict.kind != "left" and not is_meant and verdict.token not in _raised
@@ -241,8 +244,8 @@ class Watch:
     def raised(self, verdict: Verdict) -> Verdict:
         """Note that this process raises a verdict, and return it.
 
-        It need not raise it again in the other channel that the verdict is about, and must not use that one: its
-        other ranks need not have heard of it yet.
+        It need not raise it again in the other channel that the verdict is about, and must not use that one:
+        its other ranks need not have heard of it yet.
         """
         _raised.add(verdict.token)
         for watch in self.siblings():
@@ -257,7 +260,7 @@ class Watch:
         return {rank for rank, process in self.processes.items() if rank != mine and process.is_dead()}
 
     def broken(self) -> set[int]:
-        """Return the ranks whose connections have closed, and those whose processes are known to have ended."""
+        """Return the ranks whose connections have closed, or whose processes are known to have ended."""
         size, rank = self.membership.size, self.membership.rank
         behind = [(rank + step) % size for step in range(1, min(size, _PROBED + 1))]
         return self.ended().union(*(wire.closed(behind) for wire in self._alive()))
@@ -279,7 +282,7 @@ class Watch:
     def _alive(self) -> list[Watched]:
         return [wire for reference in self._wires if (wire := reference()) is not None]
 
-    # From other threads ----------------------------------------------------------------------------------------
+    # From other threads -------------------------------------------------------------------------------------
 
     def postpone(self, seconds: float) -> None:
         """Give the present wait of an opening more time, within bounds."""
@@ -297,7 +300,8 @@ class Watch:
             self.kill()
         elif not self._is_looked_at and time.monotonic() - since >= self.pause - _TICK:
             self._is_looked_at = True
-            threading.Thread(target=self._look_on, args=(since,), name="dte_dist lookout", daemon=True).start()
+            name = "dte_dist lookout"
+            threading.Thread(target=self._look_on, args=(since,), name=name, daemon=True).start()
 
     def _look_on(self, since: float) -> None:
         """Look around until a wait ends, or has to."""

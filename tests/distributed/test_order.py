@@ -1,6 +1,7 @@
 """Distributed tier, three ranks over gloo: several channels over one group, called in different orders.
 
-Ranks that wait for each other in different channels are told so at once, and go on afterwards. Everything that
+Ranks that wait for each other in different channels are told so at once, and go on afterwards. Everything
+that
 only looks like it, and is none, must not be told anything: `LONG` waits come to their end.
 """
 
@@ -129,7 +130,7 @@ def test_a_rank_that_opens_a_channel_while_the_others_call_an_open_one_is_told_f
 
 
 def rebuilt_with_a_name(rank: int, world: int, who: int) -> Any:
-    """One rank builds its module anew and keeps the old one; the channel has a name, and so has another one."""
+    """One rank builds its module anew and keeps the old one; two channels have names."""
     one, other = model(rank), model(rank + 10)
     call(one, name="actor")
     call(other, name="reference")
@@ -166,7 +167,7 @@ def test_a_transport_and_a_channel_that_wait_for_each_other_are_told(ranks: Rank
     assert report == (2, 1, "delta", "")
 
 
-# What is no crossing -----------------------------------------------------------------------------------------------------
+# What is no crossing ----------------------------------------------------------------------------------------
 
 
 def in_the_background(rank: int, world: int) -> Any:
@@ -217,7 +218,7 @@ def two_threads(rank: int, world: int) -> Any:
 
 
 def opened_in_a_thread(rank: int, world: int) -> Any:
-    """One rank is late in the thread that opens a channel, another one in the thread that calls an open one."""
+    """One rank is late in the thread that opens a channel, another in the thread that calls an open one."""
     one, other = model(rank), model(rank + 10)
     reports: dict[Any, Any] = {}
 

@@ -98,7 +98,7 @@ def survivors(outcomes: Sequence[Outcome], gone: Sequence[int]) -> list[Any]:
     return [outcome.value for rank, outcome in enumerate(outcomes) if rank not in gone]
 
 
-# Errors while a channel opens --------------------------------------------------------------------------------------------
+# Errors while a channel opens -------------------------------------------------------------------------------
 
 PLACES = {
     "before the roll call": (opening._Opening, "_describe"),
@@ -160,7 +160,7 @@ def test_an_interrupt_in_the_middle_of_a_sync_is_told_to_the_others_at_once(last
     assert same([rest for _, *rest in found])[0] == (2, 1, "delta", "", 3)
 
 
-# Deaths ------------------------------------------------------------------------------------------------------------------
+# Deaths -----------------------------------------------------------------------------------------------------
 
 
 def wait_for(flag: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_dead_rank_is_noticed_by_ranks_that_wait_for_a_late_one(ranks: Ranks) 
     assert name == "PeerLost" and text.startswith("rank 3 died") and lost == (3,)
 
 
-# Patience ----------------------------------------------------------------------------------------------------------------
+# Patience ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", [[1], [1, 3]], ids=str)
@@ -278,7 +278,7 @@ class Heard(logging.Handler):
 
 
 def compiles_for_long(rank: int, world: int, where: int, says: bool) -> Any:
-    """Rank 1 takes longer to compile than anybody has patience: when it describes itself, or when it builds."""
+    """Rank 1 takes longer to compile than the others have patience, at its first or second occasion."""
     warm, calls = kernels.warm, []
 
     def slowly(widths: Any, say: Any) -> None:
@@ -302,11 +302,11 @@ def test_a_rank_that_compiles_is_waited_for(lasting: Ranks, where: int) -> None:
     assert {name for rank, (name, *_) in enumerate(found) if rank != 1} == {"PeerLost"}
 
 
-# Late ranks --------------------------------------------------------------------------------------------------------------
+# Late ranks -------------------------------------------------------------------------------------------------
 
 
 def comes_late(rank: int, world: int, lateness: float, is_open: bool, background: bool) -> Any:
-    """All but rank 1 try until it works; rank 1 calls once, late, or again if its call was in the background."""
+    """All try until it works, rank 1 late."""
     module = model(rank)
     if is_open:
         sync(module, timeout=PATIENT)

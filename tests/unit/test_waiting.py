@@ -1,4 +1,4 @@
-"""What waiting is made of, without ranks: deadlines, processes, places, verdicts, and what is said of compiling."""
+"""What waiting is made of, without ranks: deadlines, processes, places, verdicts, watches, compiling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def membership(rank: int, store: dist.Store, size: int = 3, seconds: float = 60.
     return Membership(rank, size, tuple(range(size)), store, "cpu:gloo", timedelta(seconds=seconds))
 
 
-# Deadlines ---------------------------------------------------------------------------------------------------
+# Deadlines --------------------------------------------------------------------------------------------------
 
 
 def test_what_never_answers_is_left_behind_at_the_deadline() -> None:
@@ -74,7 +74,7 @@ def test_waiting_ends_when_it_has_become_pointless() -> None:
     assert time.monotonic() - begin < SOON
 
 
-# Processes ---------------------------------------------------------------------------------------------------
+# Processes --------------------------------------------------------------------------------------------------
 
 SLEEPER = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
 
@@ -120,7 +120,7 @@ def test_only_what_is_certain_counts(sleeper: subprocess.Popen[bytes]) -> None:
     assert not Process(mine.machine, 1, 0).is_dead()
 
 
-# Places ------------------------------------------------------------------------------------------------------
+# Places -----------------------------------------------------------------------------------------------------
 
 
 def place(rank: int, channel: int, call: int, **changed: Any) -> Place:
@@ -179,7 +179,7 @@ def test_places_come_back_as_they_were_said() -> None:
     assert places.read() == [A]
 
 
-# Verdicts ----------------------------------------------------------------------------------------------------
+# Verdicts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
@@ -238,7 +238,7 @@ def test_whom_a_verdict_concerns_that_had_not_begun() -> None:
     assert watch.ends_here(failed) and watch.ends_here(watch.raised(failed)) is False
 
 
-# Coming together ---------------------------------------------------------------------------------------------
+# Coming together --------------------------------------------------------------------------------------------
 
 
 def test_the_roll_tells_origins_and_processes() -> None:
@@ -280,7 +280,7 @@ def test_a_store_that_is_asked_patiently_can_be_stopped() -> None:
         store.wait(["not there"])
 
 
-# Watches -----------------------------------------------------------------------------------------------------
+# Watches ----------------------------------------------------------------------------------------------------
 
 
 class Group:
@@ -342,7 +342,7 @@ def test_a_forked_child_watches_nothing_of_its_parent() -> None:
     watch.close()
 
 
-# Compiling ---------------------------------------------------------------------------------------------------
+# Compiling --------------------------------------------------------------------------------------------------
 
 
 def test_it_is_said_once_when_something_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
