@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -141,15 +142,21 @@ def from_parent(world: World, victim: int, seconds: float) -> Callable[[int, Mes
     return watch
 
 
+def seconds_of(world: World, how: Mapping[str, Any]) -> float:
+    """Return how long a call takes that nobody interrupts: a signal that comes later shows nothing."""
+    calls = [settle(world, how, f"measure {number}").answers for number in range(5)]
+    return statistics.median(answer["seconds"] for answers in calls for answer in answers)
+
+
 @pytest.mark.parametrize("p2p", [False, True], ids=["broadcast", "p2p"])
 def test_a_signal_comes_at_a_random_time(pool: Pool, p2p: bool) -> None:
     """Between any bytecodes, and in what torch does in Python: what no trace of lines shows."""
 
-    def one(world: World, choose: random.Random) -> bool:
+    def one(world: World, choose: random.Random, call: float) -> bool:
         how = {"p2p": p2p, "background": choose.random() < 0.3}
         victim, seconds, by_parent = (
             choose.randrange(SIZE),
-            choose.random() * 0.04 + 1e-5,
+            choose.random() * call + 1e-5,
             choose.random() < 0.3,
         )
         special = {victim: {"fault": {"kind": "alarm", "seconds": 0.0 if by_parent else seconds}}}
@@ -157,6 +164,7 @@ def test_a_signal_comes_at_a_random_time(pool: Pool, p2p: bool) -> None:
         return bool(interrupt(world, how, special, str(choose.getrandbits(40)), watch=watch).failures)
 
     sweep = Sweep(pool, SIZE, lambda world: prepare(world, {"p2p": p2p}, "views"))
+    call = seconds_of(sweep.world, {"p2p": p2p})
     for number in range(rounds(20)):
-        sweep.round(f"signal {number}", one, pick("signal", p2p, number))
+        sweep.round(f"signal {number}", one, pick("signal", p2p, number), call)
     sweep.end(hits=0.2)
