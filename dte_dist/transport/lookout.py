@@ -84,7 +84,7 @@ def _look(watch: Watch) -> Verdict | None:
 def _crossing(watch: Watch) -> Verdict | None:
     """Return a verdict if a rank waits elsewhere for this one, and this one for it; may block."""
     mine = place_of(watch)
-    others = [place for place in _group(watch).read() if place.rank != mine.rank]
+    others = [place for place in _group(watch).read(watch.members) if place.rank != mine.rank]
     for other in others:
         if wait_for_each_other(mine, other):
             ranks, what = crossing(mine, other, others)
@@ -124,8 +124,9 @@ def put_right(watch: Watch, mine: Verdict) -> Verdict:
         return mine
     here = place_of(watch)
     call = here.channel, here.call
-    waiting = {here.rank, *(place.rank for place in _group(watch).read() if (place.channel, place.call) == call)}
-    missing = set(mine.ranks) - waiting or set(range(watch.membership.size)) - waiting
+    places = _group(watch).read(watch.members)
+    waiting = {here.rank, *(place.rank for place in places if (place.channel, place.call) == call)}
+    missing = set(mine.ranks) - waiting or set(watch.members) - waiting
     if not missing or missing == set(mine.ranks):
         return mine
     return Verdict.of(late(missing, *watch.missed), here.rank)

@@ -67,7 +67,8 @@ class ProcessGroupTransport(Transport):
       transport stays usable, and the sender's next delta contains the one that failed.
     * A rank that dies, or does not come within the timeout, is a `PeerLost` on all others, with the same text. The transport is closed
       then; make one on a group of the survivors.
-    * Once a rank has closed its transport, the others get `ChannelClosed`.
+    * Once a rank has closed its transport, the others get `ChannelClosed`. A rank outside the plan, which
+      neither sends to another rank nor receives from one, may close its transport or end once it was made.
 
     Tensors may be on any device: they travel over NCCL if the group has it and every rank has a GPU, else over gloo, and arrive on
     the device on which they travelled; the engine writes them to any. One thread per rank may use it.
@@ -144,16 +145,21 @@ class ProcessGroupTransport(Transport):
         """Agree on the roles, and make the groups; all members of the group must call."""
         can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
         digest = np.frombuffer(roles.digest() if roles is not None else bytes(16), np.int64)
+        self._watch.is_ending = True  # a rank that is no member may go once it has all rows
         rows = _rows(control, error, [can_nccl, *digest])
         if roles is None or (rows[:, 1:] != digest).any():
             others = [rank for rank, row in enumerate(rows[:, 1:].tolist()) if row != rows[0, 1:].tolist()]
             fix = "pass the same src= or plan= on every rank"
             raise Agreed(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], fix=fix))
         self._roles, members = roles, roles.members
+        self._watch.members, self._watch.is_ending, self._control = members, False, control
+        if self._rank in members and len(members) < membership.size:
+            self._control = self._wire("members", members, membership, "gloo")
+        if len(members) < membership.size:
+            self._wires.remove(control)
+            control.close()  # the ranks outside the plan go when they like
         if self._rank not in members:
             return
-        everyone = len(members) == membership.size
-        self._control = control if everyone else self._wire("members", members, membership, "gloo")
         self._data = self._wire("data", members, membership, "nccl") if rows[:, 0].all() else self._control
         self._move_text = mover(self._control, self._rank, roles)
         self._move_data = self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
@@ -219,7 +225,8 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """Close the transport on this rank; the others are told when they call next."""
         if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
-            self._watch.board.leave(self._rank)
+            if self._rank in self._roles.members:
+                self._watch.board.leave(self._rank)
             self._drop("it was closed")
 
     def _check_payload(self, payload: Payload) -> None:

@@ -22,7 +22,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -89,6 +89,7 @@ class Watch:
 
     Attributes:
         membership, name, board: of the channel.
+        members: the ranks that are waited for: all of the group, until it is known who takes part.
         processes: of the other ranks, as far as known.
         origin: number under which the modules of the channel first met.
         calls: how many calls of the channel this rank has made.
@@ -105,6 +106,7 @@ class Watch:
     def __init__(self, membership: Membership, name: str | None = None) -> None:
         self.membership, self.name = membership, name
         self.board = Board(membership.store, membership.size)
+        self.members: Sequence[int] = range(membership.size)
         self.processes: Mapping[int, Process] = {}
         self.origin: int | None = None
         self.calls = 0
@@ -255,15 +257,16 @@ class Watch:
         return verdict
 
     def ended(self) -> set[int]:
-        """Return the ranks whose processes are known to have ended."""
-        mine = self.membership.rank
-        return {rank for rank, process in self.processes.items() if rank != mine and process.is_dead()}
+        """Return the members whose processes are known to have ended."""
+        processes = self.processes
+        others = [rank for rank in self.members if rank != self.membership.rank and rank in processes]
+        return {rank for rank in others if processes[rank].is_dead()}
 
     def broken(self) -> set[int]:
-        """Return the ranks whose connections have closed, or whose processes are known to have ended."""
-        size, rank = self.membership.size, self.membership.rank
-        behind = [(rank + step) % size for step in range(1, min(size, _PROBED + 1))]
-        return self.ended().union(*(wire.closed(behind) for wire in self._alive()))
+        """Return the members whose connections have closed, or whose processes are known to have ended."""
+        rank, size = self.membership.rank, self.membership.size
+        behind = sorted({*self.members} - {rank}, key=lambda other: (other - rank) % size)
+        return self.ended().union(*(wire.closed(behind[:_PROBED]) for wire in self._alive()))
 
     def died(self, ranks: Iterable[int]) -> PeerLost:
         """Return the error of ranks that are gone."""

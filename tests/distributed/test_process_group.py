@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -524,6 +525,37 @@ def close_at_once(rank: int, world: int, rounds: int) -> None:
 
 def test_closing_at_once_takes_nothing_from_the_others(ranks: Ranks) -> None:
     ranks.run(close_at_once, 40)
+
+
+def outside_the_plan(rank: int, world: int, how: str) -> Any:
+    """Ranks 2 and 3 are not in the plan. They close, exit or stay; ranks 0 and 1 wait for long, and meet."""
+    weights = torch.arange(4.0) if rank == 0 else torch.zeros(4)
+    layout = Layout.from_views([("w", weights, (4,), (0,))])
+    plan = Plan.between({0: layout}, {1: layout})
+    transport = ProcessGroupTransport(plan=plan, timeout=PATIENCE)
+    if rank > 1:
+        if how == "exits" and rank == 3:
+            os._exit(0)
+        if how != "stays":
+            transport.close()
+        return None
+    engine = DeltaEngine(transport, plan=plan, rank=rank, timeout=PATIENCE)
+    for version in (1, 2):
+        if rank == 0:
+            time.sleep(3)  # long enough for rank 1 to look around
+            engine.push(layout, version)
+        else:
+            engine.pull(layout, version)
+    transport.close()
+    return weights.tolist()
+
+
+@pytest.mark.parametrize("how", ["stays", "closes", "exits"])
+def test_a_rank_outside_the_plan_may_go(how: str) -> None:
+    with Ranks(WORLD) as ranks:
+        outcomes = ranks.outcomes(outside_the_plan, how, seconds=60)
+    assert [outcome.value for outcome in outcomes[:2]] == [[0.0, 1.0, 2.0, 3.0]] * 2, outcomes
+    assert [outcome.died for outcome in outcomes[2:]] == [False, how == "exits"]
 
 
 def begin(rank: int, world: int) -> int:
