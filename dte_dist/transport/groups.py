@@ -96,6 +96,7 @@ class Wire:
         self.rank = membership.rank
         self.timeout = membership.timeout
         self._closed, self._pid, self._turn = False, os.getpid(), 0
+        self._patient: PatientStore | None = None  # with TORCH_GLOO_LAZY_INIT, gloo goes on asking
         self.device = torch.device("cpu")
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device()) if device is None or device.type != "cuda" else device
@@ -120,15 +121,19 @@ class Wire:
         place, size, timeout = self._place[self.rank], len(self.members), self.timeout
         try:
             make = partial(dist.ProcessGroupGloo, patient, place, size, timeout)
-            return self.watch.call_aside(timeout, make)
-        except (RuntimeError, TimeoutError) as error:
+            backend = self.watch.call_aside(timeout, make)
+        except BaseException as error:
+            patient.stop()
+            if not isinstance(error, RuntimeError | TimeoutError):
+                raise
             lost = self.watch.lost(self._others(), timeout, began, error)
             if lost.late or self.watch.board.found is not None or self.watch.broken():
                 raise lost from error
             fix = "see the cause on this rank; all ranks must reach each other where gloo listens (GLOO_SOCKET_IFNAME)"
             raise PeerLost(f"rank {self.rank} could not connect to the other ranks", fix=fix) from error
-        finally:
-            patient.stop()
+        patient.limit(timeout.total_seconds())
+        self._patient = patient
+        return backend
 
     def close(self) -> None:
         """Drop the backend; peers that wait on it fail at once."""
@@ -145,6 +150,8 @@ class Wire:
         backend = self._backend
         if backend is None or os.getpid() != self._pid:  # in a forked child they are its parent's
             return
+        if self._patient is not None:
+            self._patient.stop()
         if self.device.type == "cpu":
             for rank in self._others():
                 with suppress(RuntimeError):  # as it should: the first is too short, and closes those of all others

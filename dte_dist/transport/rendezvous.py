@@ -14,6 +14,7 @@ asked again and again.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -200,7 +201,7 @@ def _missing(store: dist.Store, mine: Membership) -> list[int]:
 class PatientStore(dist.Store):
     """A store that asks for keys again and again instead of waiting for them within.
 
-    It does so until it is stopped, or there is a verdict on the channel.
+    It does so until it is stopped, there is a verdict on the channel, or the wait is longer than `limit` allows.
 
     Args:
         store: where the keys are.
@@ -210,10 +211,15 @@ class PatientStore(dist.Store):
     def __init__(self, store: dist.Store, watch: Watch) -> None:
         super().__init__()
         self._store, self._watch, self._is_stopped = store, watch, False
+        self._limit = math.inf
 
     def stop(self) -> None:
         """Let whoever waits for a key fail."""
         self._is_stopped = True
+
+    def limit(self, seconds: float) -> None:
+        """Let each wait from now on take at most so many seconds; who connects has a limit of its own."""
+        self._limit = seconds
 
     def set(self, key: str, value: Any) -> None:
         """Write a key."""
@@ -225,9 +231,9 @@ class PatientStore(dist.Store):
         return self._store.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys; for how long is up to who stops it."""
-        size = self._watch.membership.size
-        _await(self._store, keys, size, lambda: self._is_stopped or self._watch.is_over())
+        """Wait for keys, whatever `timeout` says: as long as the class allows."""
+        size, end = self._watch.membership.size, Deadline(self._limit)
+        _await(self._store, keys, size, lambda: self._is_stopped or end.passed or self._watch.is_over())
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether keys are there."""

@@ -215,6 +215,33 @@ def test_a_dead_rank_is_noticed_by_ranks_that_wait_for_a_late_one(ranks: Ranks) 
     assert name == "PeerLost" and text.startswith("rank 3 died") and lost == (3,)
 
 
+def gloo_connects_late(rank: int, world: int) -> Any:
+    """gloo connects at the first operation between two ranks, and asks the store for addresses until then."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    module = model(rank)
+    reports = [facts(sync(module, timeout=LONG))]
+    for number in range(3):
+        if rank == 0:
+            nudge(module, "0.weight", 3)
+        dist.barrier()
+        if rank == 1 and number == 1:
+            time.sleep(4)  # the others look around
+        how = {"route": "p2p"} if number == 2 else {}
+        reports.append(facts(sync(module, timeout=LONG, **how)))
+    STATE["module"] = module
+    return [report[:3] for report in reports], prints(module)
+
+
+def test_channels_open_where_gloo_connects_late_and_a_dead_rank_is_named(ranks: Ranks) -> None:
+    reports, _ = same(ranks.run(gloo_connects_late))
+    assert [report[0] for report in reports] == [1, 2, 3, 4]
+    assert [report[2] for report in reports] == ["full", "delta", "delta", "delta"]
+    ranks.kill(2)
+    ranks.start(go)
+    name, text, lost = agreed_text(survivors(ranks.finish(), [2]))
+    assert name == "PeerLost" and text.startswith("rank 2 died (its ") and lost == (2,)
+
+
 # Patience ---------------------------------------------------------------------------------------------------
 
 
