@@ -155,25 +155,13 @@ class Board:
 
         self._ask(say)
 
-    def say_busy(self, rank: int, is_busy: bool) -> None:
+    def say_busy(self, is_busy: bool) -> None:
         """Say that this rank compiles, or no longer does: others do not count the time."""
+        self._ask(lambda: self._store.add("busy", 1 if is_busy else -1))
 
-        def say() -> None:
-            self._store.set(f"busy/{rank}", "yes" if is_busy else "no")
-            self._store.set("busy", "")
-
-        self._ask(say)
-
-    def busy(self) -> list[int]:
-        """Return the ranks that compile; may block."""
-        if not self._store.check(["busy"]):
-            return []
-        said = [rank for rank in range(self._size) if self._store.check([f"busy/{rank}"])]
-        return [rank for rank in said if self._store.get(f"busy/{rank}") == b"yes"]
-
-    def left(self) -> list[int]:
-        """Return the ranks that closed the channel on purpose, none if the store cannot be reached."""
-        return self._ask(self._left) or []
+    def is_busy(self) -> bool:
+        """Return whether a rank compiles; may block."""
+        return self._store.check(["busy"]) and self._store.add("busy", 0) > 0
 
     def _left(self) -> list[int]:
         if not self._store.check(["left"]):

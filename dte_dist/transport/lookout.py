@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -31,6 +32,9 @@ __all__ = ["looks", "note_opening", "put_right"]
 _BENEFIT: Final = 1.0
 """Seconds that a rank has to say why it closed its connections."""
 
+_RARER: Final = 10.0
+"""Seconds after which a wait looks at connections less often, and the most between two such looks."""
+
 _log = logging.getLogger(__name__)
 
 _places: dict[int, tuple[str, Place]] = {}
@@ -49,9 +53,13 @@ def note_opening(membership: Membership) -> None:
 
 def looks(watch: Watch, is_waiting: Callable[[], bool]) -> Iterator[Verdict]:
     """Look around while a wait lasts; yield the verdict whenever there is nothing to wait for."""
+    begin, probed = time.monotonic(), -math.inf
     try:
         while is_waiting():
-            verdict = _look(watch)
+            now = time.monotonic()
+            is_due = now - probed >= min((now - begin) / _RARER, _RARER)
+            probed = now if is_due else probed
+            verdict = _look(watch, watch.broken if is_due else watch.ended)
             if verdict is not None and is_waiting():
                 yield verdict
             time.sleep(watch.pause)
@@ -60,34 +68,46 @@ def looks(watch: Watch, is_waiting: Callable[[], bool]) -> Iterator[Verdict]:
             _say_places(watch)
 
 
-def _look(watch: Watch) -> Verdict | None:
-    """Look around once; may block."""
+def _look(watch: Watch, find_gone: Callable[[], set[int]]) -> Verdict | None:
+    """Look around once; may block.
+
+    Args:
+        watch: of the channel.
+        find_gone: returns the ranks that are gone, by their connections or by their processes alone.
+    """
     board, rank = watch.board, watch.membership.rank
     try:
-        if watch.is_opening and not watch.processes:
-            watch.processes = watch.membership.processes()
+        if watch.is_opening:
+            _learn_who_comes(watch)
         found = board.read()
-        if found is None and not watch.is_ending and (broken := watch.broken()):
+        if found is None and not watch.is_ending and (broken := find_gone()):
             found = board.decide(put_right(watch, Verdict.of(watch.died(broken), rank)))
         if id(watch) not in _places:
             _places[id(watch)] = watch.membership.group, place_of(watch)
             _say_places(watch)
-        if watch.is_opening and board.busy():
+        if watch.is_opening and board.is_busy():
             watch.postpone(watch.pause)
         return found or _crossing(watch)
     except RuntimeError as error:
         _log.debug("the store cannot be reached: %s", error)
-        broken = set() if watch.is_ending else watch.broken()
+        broken = set() if watch.is_ending else find_gone()
         return Verdict.of(watch.died(broken), rank) if broken else None
+
+
+def _learn_who_comes(watch: Watch) -> None:
+    """Learn the processes of ranks that are not known yet; may block."""
+    unknown = [rank for rank in watch.members if rank not in watch.processes]
+    if unknown:
+        watch.processes = {**watch.processes, **watch.membership.processes(unknown)}
 
 
 def _crossing(watch: Watch) -> Verdict | None:
     """Return a verdict if a rank waits elsewhere for this one, and this one for it; may block."""
-    mine = place_of(watch)
-    others = [place for place in _group(watch).read(watch.members) if place.rank != mine.rank]
-    for other in others:
+    mine, absent = place_of(watch), watch.absent
+    waited = watch.waited if absent is None else absent()
+    for other in _group(watch).read(rank for rank in waited if rank != mine.rank):
         if wait_for_each_other(mine, other):
-            ranks, what = crossing(mine, other, others)
+            ranks, what = crossing(mine, other, _group(watch).read(watch.members))
             fix = "call the channels of a group in the same order on every rank"
             if not (mine.call and other.call):
                 fix += ", and pass the module that a channel was opened with, or "

@@ -17,9 +17,10 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
@@ -114,6 +115,7 @@ class Membership:
         root, counter = dist.PrefixStore("dte_dist", pg.get_group_store()), f"opened_by/{pg.rank()}"
 
         def take_number() -> tuple[int, str]:
+            root.set(f"process/{pg.rank()}", json.dumps(asdict(Process.this())))
             number = root.add(counter, 1)
             while (verdict := Board(dist.PrefixStore(str(number), root), pg.size()).read()) is not None:
                 if verdict.kind != "late" or pg.rank() not in verdict.ranks:
@@ -139,9 +141,9 @@ class Membership:
         """Return the board of another channel of the group."""
         return Board(dist.PrefixStore(str(channel), self.group_store), self.size)
 
-    def processes(self) -> dict[int, Process]:
-        """Return the processes of the ranks that have ever opened a channel of the group; may block."""
-        there = [rank for rank in range(self.size) if self.group_store.check([f"process/{rank}"])]
+    def processes(self, ranks: Iterable[int]) -> dict[int, Process]:
+        """Return the processes of those of some ranks that have ever called to open a channel; may block."""
+        there = [rank for rank in ranks if self.group_store.check([f"process/{rank}"])]
         notes = {rank: self.group_store.get(f"process/{rank}") for rank in there}
         return {rank: read_note(f"the process of rank {rank}", note, Process.read) for rank, note in notes.items()}
 
@@ -157,25 +159,25 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
         PeerLost: ranks did not come, or there is a verdict on the channel.
     """
     mine = watch.membership
-    store, here = dist.PrefixStore("roll", mine.store), json.dumps(asdict(Process.this()))
+    store = dist.PrefixStore("roll", mine.store)
     is_off, began = False, time.monotonic()
 
     def come() -> Sequence[bytes]:
         if watch.is_over():
             raise RuntimeError("the others came and went")
-        mine.group_store.set(f"process/{mine.rank}", here)
         store.set(str(mine.rank), json.dumps({"origin": watch.origin, "process": asdict(Process.this())}))
         if store.add("count", 1) == mine.size:
             store.set("all", "")
         _await(store, ["all"], mine.size, lambda: is_off or watch.is_over())
         return store.multi_get([str(rank) for rank in range(mine.size)])
 
+    watch.absent = partial(_absent, store, [*watch.members])
     try:
         notes = watch.call_aside(mine.timeout, come)
     except (RuntimeError, TimeoutError) as error:
         raise watch.lost(_missing(store, mine), mine.timeout, began, error, verb="come") from error
     finally:
-        is_off = True
+        is_off, watch.absent = True, None
     said = [read_note(f"the note of rank {rank}", note, _said) for rank, note in enumerate(notes)]
     watch.processes = {rank: process for rank, (_, process) in enumerate(said)}
     return {rank: origin for rank, (origin, _) in enumerate(said)}
@@ -186,12 +188,18 @@ def _said(note: Any) -> tuple[int | None, Process]:
     return None if note["origin"] is None else number(note["origin"]), Process.read(note["process"])
 
 
+def _absent(store: dist.Store, ranks: list[int]) -> list[int]:
+    """Leave of some ranks only those that have not come to the roll call, and return them; may block."""
+    ranks[:] = [rank for rank in ranks if not store.check([str(rank)])]
+    return ranks
+
+
 def _missing(store: dist.Store, mine: Membership) -> list[int]:
     """Return the ranks that have not come; all others, if the store does not say in time."""
     others = [rank for rank in range(mine.size) if rank != mine.rank]
     try:
         return (
-            within(Deadline(GRACE), lambda: [rank for rank in others if not store.check([str(rank)])])
+            within(Deadline(GRACE), partial(_absent, store, others))
             or others
         )
     except (RuntimeError, TimeoutError):
@@ -201,7 +209,7 @@ def _missing(store: dist.Store, mine: Membership) -> list[int]:
 class PatientStore(dist.Store):
     """A store that asks for keys again and again instead of waiting for them within.
 
-    It does so until it is stopped, there is a verdict on the channel, or the wait is longer than `limit` allows.
+    It does so until it is stopped, there is a verdict on the channel, or it has taken as long as `limit` allows.
 
     Args:
         store: where the keys are.

@@ -76,6 +76,9 @@ class Watched(Protocol):
     def kill(self) -> None:
         """Close all connections."""
 
+    def telling(self) -> Iterable[int]:
+        """Return the ranks of which `closed` can tell."""
+
     def closed(self, ranks: Iterable[int]) -> set[int]:
         """Return which of these ranks have closed their connection."""
 
@@ -90,6 +93,8 @@ class Watch:
     Attributes:
         membership, name, board: of the channel.
         members: the ranks that are waited for: all of the group, until it is known who takes part.
+        waited: those of them that the present wait is for.
+        absent: while ranks come together, returns those that have not come; may block.
         processes: of the other ranks, as far as known.
         origin: number under which the modules of the channel first met.
         calls: how many calls of the channel this rank has made.
@@ -107,6 +112,8 @@ class Watch:
         self.membership, self.name = membership, name
         self.board = Board(membership.store, membership.size)
         self.members: Sequence[int] = range(membership.size)
+        self.waited = self.members
+        self.absent: Callable[[], Sequence[int]] | None = None
         self.processes: Mapping[int, Process] = {}
         self.origin: int | None = None
         self.calls = 0
@@ -166,19 +173,25 @@ class Watch:
         def say() -> None:
             if not said:
                 said.append(True)
-                self.board.say_busy(self.membership.rank, True)
+                self.board.say_busy(True)
 
         try:
             yield say
         finally:
             if said:
-                self.board.say_busy(self.membership.rank, False)
+                self.board.say_busy(False)
 
     # A wait -------------------------------------------------------------------------------------------------
 
-    def begin(self, timeout: timedelta) -> timedelta:
-        """Begin a wait of so long; return when it must end by itself, should the clock not end it."""
+    def begin(self, timeout: timedelta, ranks: Sequence[int] | None = None) -> timedelta:
+        """Begin a wait of so long; return when it must end by itself, should the clock not end it.
+
+        Args:
+            timeout: of the wait.
+            ranks: that it is for; None for all members.
+        """
         self._is_overdue, self.board.until = False, None
+        self.waited = self.members if ranks is None else ranks
         if self.is_opening:
             self._deadline = Deadline(timeout.total_seconds())
             timeout += timedelta(seconds=2 * _COMPILING)
@@ -263,10 +276,18 @@ class Watch:
         return {rank for rank in others if processes[rank].is_dead()}
 
     def broken(self) -> set[int]:
-        """Return the members whose connections have closed, or whose processes are known to have ended."""
+        """Return the members whose connections have closed, or whose processes are known to have ended.
+
+        A rank that leaves closes all its connections, so for each rank one of them is asked.
+        """
         rank, size = self.membership.rank, self.membership.size
         behind = sorted({*self.members} - {rank}, key=lambda other: (other - rank) % size)
-        return self.ended().union(*(wire.closed(behind[:_PROBED]) for wire in self._alive()))
+        unseen, found = set(behind[:_PROBED]), self.ended()
+        for wire in self._alive():
+            there = unseen.intersection(wire.telling())
+            found |= wire.closed(there)
+            unseen -= there
+        return found
 
     def died(self, ranks: Iterable[int]) -> PeerLost:
         """Return the error of ranks that are gone."""

@@ -194,6 +194,18 @@ def test_a_rank_that_dies_while_a_channel_opens_is_named_soon(ranks: Ranks, tmp_
     assert name == "PeerLost" and text.startswith("rank 2 died (its ") and lost == (2,)
 
 
+@pytest.mark.parametrize("where", ["before the roll call", "at the roll call", "while it connects"])
+def test_a_rank_that_dies_in_its_very_first_call_is_named_soon(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    ranks.start(stops_in_opening, where, str(tmp_path / "flag"))
+    wait_for(tmp_path / "flag")
+    ranks.kill(2)
+    begun = time.monotonic()
+    others = survivors(ranks.finish(), [2])
+    assert time.monotonic() - begun < SOON
+    name, text, lost = agreed_text(others, within=LONG)
+    assert name == "PeerLost" and text.startswith("rank 2 died (its process has ended)") and lost == (2,)
+
+
 @pytest.mark.parametrize("program", [go, go_anew], ids=["a sync", "an opening"])
 def test_two_dead_ranks_are_both_named_and_nobody_else_is(ranks: Ranks, program: Any) -> None:
     ranks.run(begin)
