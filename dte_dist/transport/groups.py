@@ -137,10 +137,10 @@ class Wire:
     def _make_gloo(self, store: dist.Store, timeout: timedelta) -> Any:
         """Make a backend with all its connections.
 
-        With TORCH_GLOO_LAZY_INIT two ranks connect when they first exchange something, so all do now. Otherwise
-        to ask whether a connection has closed, or to close it, would open it, and wait for the other rank.
+        With TORCH_GLOO_LAZY_INIT two ranks connect when they first exchange something, so all do now. Else to
+        ask whether a connection has closed, or to close it, would open it, and wait for the other rank.
         """
-        backend = dist.ProcessGroupGloo(store, self._place[self.rank], len(self.members), timeout)
+        backend: Any = dist.ProcessGroupGloo(store, self._place[self.rank], len(self.members), timeout)
         if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
             places = [self._place[rank] for rank in self._others()]
             word = torch.zeros(1, dtype=torch.uint8, device="cpu")

@@ -126,8 +126,7 @@ class Membership:
         try:
             number, name = within(Deadline(timeout.total_seconds()), take_number)
         except (RuntimeError, TimeoutError) as error:
-            fix = "if the rank that keeps it is gone, form a group of the others, and call with that group"
-            raise PeerLost("the store of the group cannot be reached", fix=fix) from error
+            raise _no_store() from error
         ranks = tuple(dist.get_process_group_ranks(pg))
         store, backends = dist.PrefixStore(str(number), root), str(dist.get_backend_config(pg))
         return cls(pg.rank(), pg.size(), ranks, store, backends, timeout, number, name, root)
@@ -175,7 +174,11 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
     try:
         notes = watch.call_aside(mine.timeout, come)
     except (RuntimeError, TimeoutError) as error:
-        raise watch.lost(_missing(store, mine), mine.timeout, began, error, verb="come") from error
+        missing = _missing(store, mine)
+        if watch.board.found is None and (missing is None or not isinstance(error, TimeoutError)):
+            gone = watch.ended()
+            raise (watch.died(gone) if gone else _no_store()) from error
+        raise watch.lost(missing or [mine.rank], mine.timeout, began, error, verb="come") from error
     finally:
         is_off, watch.absent = True, None
     said = [read_note(f"the note of rank {rank}", note, _said) for rank, note in enumerate(notes)]
@@ -194,22 +197,24 @@ def _absent(store: dist.Store, ranks: list[int]) -> list[int]:
     return ranks
 
 
-def _missing(store: dist.Store, mine: Membership) -> list[int]:
-    """Return the ranks that have not come; all others, if the store does not say in time."""
+def _missing(store: dist.Store, mine: Membership) -> list[int] | None:
+    """Return the ranks that have not come; None if the store does not say."""
     others = [rank for rank in range(mine.size) if rank != mine.rank]
     try:
-        return (
-            within(Deadline(GRACE), partial(_absent, store, others))
-            or others
-        )
+        return within(Deadline(GRACE), partial(_absent, store, others))
     except (RuntimeError, TimeoutError):
-        return others
+        return None
+
+
+def _no_store() -> PeerLost:
+    fix = "if the rank that keeps it is gone, form a group of the others, and call with that group"
+    return PeerLost("the store of the group cannot be reached", fix=fix)
 
 
 class PatientStore(dist.Store):
     """A store that asks for keys again and again instead of waiting for them within.
 
-    It does so until it is stopped, there is a verdict on the channel, or it has taken as long as `limit` allows.
+    It does so until it is stopped, there is a verdict on the channel, or `limit` is over.
 
     Args:
         store: where the keys are.
