@@ -17,6 +17,7 @@ is up to the clock.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -56,6 +57,7 @@ _COMPILING: Final = 600.0
 _TIMED_OUT: Final = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
 """How gloo, NCCL and the store say that a wait was too long."""
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _watches: dict[int, weakref.ref[Watch]] = {}
@@ -67,7 +69,15 @@ _raised: set[str] = set()
 _starting = threading.Lock()
 _clock: threading.Thread | None = None
 
-os.register_at_fork(after_in_child=_watches.clear)  # the channels are the parent's
+
+def _forget_parent() -> None:
+    """Begin anew in a forked child: channels and clock are the parent's, and somebody may have had the lock."""
+    global _starting, _clock  # noqa: PLW0603
+    _watches.clear()
+    _starting, _clock = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 class Watched(Protocol):
@@ -324,8 +334,12 @@ class Watch:
             self.kill()
         elif not self._is_looked_at and time.monotonic() - since >= self.pause - _TICK:
             self._is_looked_at = True
-            name = "dte_dist lookout"
-            threading.Thread(target=self._look_on, args=(since,), name=name, daemon=True).start()
+            look_on = threading.Thread(target=self._look_on, args=(since,), name="dte_dist lookout", daemon=True)
+            try:
+                look_on.start()
+            except BaseException:
+                self._is_looked_at = False
+                raise
 
     def _look_on(self, since: float) -> None:
         """Look around until a wait ends, or has to."""
@@ -340,7 +354,7 @@ class Watch:
 def _start_clock() -> None:
     global _clock  # noqa: PLW0603
     with _starting:
-        if _clock is None or not _clock.is_alive():  # it is not alive in a forked child
+        if _clock is None or not _clock.is_alive():
             _clock = threading.Thread(target=_tick, name="dte_dist clock", daemon=True)
             _clock.start()
 
@@ -352,7 +366,10 @@ def _tick() -> None:
         time.sleep(_TICK)
         for reference in list(_watches.values()):
             if (watch := reference()) is not None:
-                watch.tick()
+                try:
+                    watch.tick()
+                except Exception:  # such as no room for a thread: the next tick tries again
+                    _log.warning("a long wait cannot be looked at now", exc_info=True)
             del watch
         with _starting:
             if not _watches:

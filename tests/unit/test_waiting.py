@@ -28,6 +28,7 @@ from dte_dist import kernels
 from dte_dist.errors import OrderMismatch, PeerLost
 from dte_dist.kernels import warming
 from dte_dist.transport import lookout
+from dte_dist.transport import watch as watch_module
 from dte_dist.transport.board import Board, Verdict, late, names
 from dte_dist.transport.deadline import Deadline, within
 from dte_dist.transport.places import Place, Places, crossing, wait_for_each_other
@@ -268,6 +269,29 @@ def test_a_roll_names_who_does_not_come_and_a_verdict_ends_it() -> None:
     assert third.board.found == verdict and not third.ends_here(verdict) and time.monotonic() - begin < SOON
 
 
+HOST = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_no_rank_is_named_where_the_store_dies_or_hangs_in_a_roll_call(how: signal.Signals) -> None:
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        assert host.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+        watch = Watch(membership(0, store, seconds=4.0))
+        threading.Timer(1.5, lambda: host.send_signal(how)).start()
+        error = caught(lambda: call_roll(watch))
+    finally:
+        host.kill()
+        host.wait()
+    assert str(error).startswith("the store of the group cannot be reached") and not error.lost, error
+
+
 def caught(call: Callable[[], Any]) -> PeerLost:
     with pytest.raises(PeerLost) as found:
         call()
@@ -431,6 +455,38 @@ def test_a_look_asks_the_store_about_the_ranks_that_are_waited_for(is_opening: b
         assert lookout._look(watch, set) is None
     assert 0 < store.asked <= 10 * 8, store.asked
     lookout._places.clear()
+
+
+def test_the_clock_goes_on_after_an_error_of_one_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, calls = threading.Thread.start, []
+
+    def no_room(thread: threading.Thread) -> None:
+        if thread.name == "dte_dist lookout" and not calls:
+            calls.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    watch, group = watched(60.0)
+    watch.is_opening = False
+    watch.begin(timedelta(seconds=60))
+    Board(watch.membership.store, 3).settle(Verdict.of(MemoryError("no room"), 2))
+    assert group.is_killed.wait(SOON) and calls
+    watch.end()
+    watch.close()
+
+
+def test_a_forked_child_starts_a_clock_of_its_own_whoever_held_the_lock() -> None:
+    first, _ = watched(60.0)
+    with watch_module._starting:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends the child if it waits for the lock
+            watched(60.0)
+            clock = watch_module._clock
+            os._exit(0 if clock is not None and clock.is_alive() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    first.close()
 
 
 # Compiling --------------------------------------------------------------------------------------------------
