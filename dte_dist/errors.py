@@ -213,6 +213,8 @@ _FAMILY: dict[str, type[Exception]] = {
 def to_wire(error: BaseException, size: int) -> bytes:
     """Write an error as exactly `size` bytes: its class name, a line break, its text, zeros.
 
+    Behind the name of a `PeerLost` stand its ranks, and "late" if they are: "PeerLost 1 3 late".
+
     An error from outside the family becomes a `SyncFailed` that names its class; one of a subclass, the class
     of the family that it is a subclass of.
 
@@ -229,6 +231,8 @@ def to_wire(error: BaseException, size: int) -> bytes:
         text = f"(its text raises {type(inner).__name__})"
     if name not in _FAMILY:
         name, text = SyncFailed.__name__, f"{name}: {text}"
+    if isinstance(error, PeerLost):
+        name = " ".join([name, *map(str, error.lost), *(["late"] if error.late else [])])
     encoded = f"{name}\n{text}".encode("utf-8", "backslashreplace")[:size]
     return encoded.decode("utf-8", "ignore").encode().ljust(size, b"\0")
 
@@ -243,5 +247,9 @@ def from_wire(data: bytes) -> Exception | None:
     text = data.rstrip(b"\0").decode("utf-8", "replace")
     if not text:
         return None
-    name, _, message = text.partition("\n")
+    head, _, message = text.partition("\n")
+    name, _, rest = head.partition(" ")
+    if name == PeerLost.__name__:
+        ranks = [int(word) for word in rest.split() if word.isdecimal() and len(word) < 10]
+        return PeerLost(message, lost=ranks, late="late" in rest.split())
     return _FAMILY.get(name, SyncFailed)(message)

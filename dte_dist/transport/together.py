@@ -159,7 +159,9 @@ def raise_together(
         raise unsaid or Agreed(FrameError(what, expected=expected, got="nothing", fix="call again"))
     is_common = len(failed) == len(wire.members) and len(set(failed.values())) == 1
     where = f" (raised on rank {', '.join(map(str, failed))} of the group)"
-    marked = Agreed(told if is_common else type(told)(f"{told}{where}"))
+    text = str(told) if is_common else f"{told}{where}"
+    facts = {"lost": told.lost, "late": told.late} if isinstance(told, PeerLost) else {}
+    marked = Agreed(type(told)(text, **facts))
     marked.error.__cause__ = error
     raise marked
 

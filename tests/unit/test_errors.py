@@ -98,6 +98,12 @@ def test_any_bytes_are_read_as_some_error_or_none(data: bytes) -> None:
     assert isinstance(from_wire(data), Exception | None)
 
 
+def test_a_lost_peer_is_told_with_its_ranks() -> None:
+    for lost, late in (((), False), ((3, 1), True), ((2,), False)):
+        back = told(PeerLost("gone", lost=lost, late=late))
+        assert type(back) is PeerLost and (str(back), back.lost, back.late) == ("gone", lost, late)
+
+
 def test_the_text_names_slot_ranks_both_sides_and_the_way_out() -> None:
     error = LayoutMismatch("shapes differ", slot="a.b", ranks=(2, 5), expected=(4, 4), got=(4, 5), fix="build the same model")
     assert str(error) == "shapes differ [slot 'a.b'; ranks 2, 5; expected (4, 4); got (4, 5)]. Way out: build the same model."

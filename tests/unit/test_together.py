@@ -104,6 +104,13 @@ def test_ranks_that_do_not_say_how_they_failed_are_an_error_on_all() -> None:
 # Calls -------------------------------------------------------------------------------------------------------------------
 
 
+def test_the_ranks_of_a_lost_peer_are_told_to_all() -> None:
+    mine = PeerLost("another group lost ranks 4 and 5", lost=[4, 5], late=True)
+    errors = on_wires(lambda wire: marked(lambda: raise_if_any(wire, mine if wire.rank == 1 else None)))
+    found = [error.error if isinstance(error, Agreed) else error for error in errors]
+    assert {(type(error), error.lost, error.late) for error in found} == {(PeerLost, (4, 5), True)}
+
+
 def fail(error: BaseException) -> Any:
     raise error
 
