@@ -11,6 +11,7 @@ their arguments, it is for the caller to order them.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -48,6 +49,15 @@ _here = threading.local()
 Queue = list["weakref.ref[_Call]"]
 
 _queues: weakref.WeakKeyDictionary[Any, Queue] = weakref.WeakKeyDictionary()
+
+
+def _forget_parent() -> None:
+    """Begin anew in a forked child: the threads whose calls it would wait for are the parent's."""
+    global _queues  # noqa: PLW0603
+    _queues = weakref.WeakKeyDictionary()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -25,6 +26,15 @@ class Background(Protocol):
 
 
 _running: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
+
+
+def _forget_parent() -> None:
+    """Begin anew in a forked child: the syncs in the background are the parent's."""
+    global _running  # noqa: PLW0603
+    _running = weakref.WeakKeyDictionary()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def note(work: Background, *modules: Any) -> None:

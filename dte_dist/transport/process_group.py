@@ -219,7 +219,7 @@ class ProcessGroupTransport(Transport):
             PeerLost: a rank was lost, or did not come in time.
             ChannelClosed: another rank has closed the transport.
         """
-        if self._why is None and self._rank in self._roles.members:
+        if self._why is None and os.getpid() == self._pid and self._rank in self._roles.members:
             self._meet(_NONE, None, error, timeout)
 
     def close(self) -> None:
@@ -351,6 +351,9 @@ class ProcessGroupTransport(Transport):
         _rows(self._control, explain_memory(faults[0] if faults else None, fix=fix))
 
     def _refuse_closed(self) -> None:
+        if os.getpid() != self._pid:
+            fix = "use it in the process that made it; start workers by spawn, not fork"
+            raise ChannelClosed("the transport belongs to the process that this one was forked from", fix=fix)
         if self._why is not None:
             raise ChannelClosed(f"the transport is closed: {self._why}", fix=_NEW)
 

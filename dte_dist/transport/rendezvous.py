@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dte_dist.errors import PeerLost
+from dte_dist.errors import ChannelClosed, PeerLost
 from dte_dist.transport.board import GRACE, Board
 from dte_dist.transport.deadline import Deadline, within
 from dte_dist.transport.notes import number, read_note
@@ -42,6 +43,26 @@ Group = dist.ProcessGroup | DeviceMesh
 
 _PAUSE: Final = 0.02
 """Seconds between two questions to the store, at most, in a group of up to 64 ranks."""
+
+
+_inherited: Any = None
+"""The world of the process that this one was forked from."""
+
+
+def _note_inherited() -> None:
+    """Remember, in a forked child, the process groups that are its parent's."""
+    global _inherited  # noqa: PLW0603
+    _inherited = dist.group.WORLD if dist.is_initialized() else None
+
+
+os.register_at_fork(after_in_child=_note_inherited)
+
+
+def _refuse_inherited() -> None:
+    """Refuse to take part in a group of the parent process: this one would be counted as the same rank."""
+    if _inherited is not None and dist.group.WORLD is _inherited:
+        fix = "sync in the process that made the group; start workers that are to sync by spawn, not fork"
+        raise ChannelClosed("the process group belongs to the process that this one was forked from", fix=fix)
 
 
 def group_of(group: Group | None) -> dist.ProcessGroup | None:
@@ -106,7 +127,9 @@ class Membership:
         Raises:
             ValueError: this rank is not a member of the group, or it is a mesh of several dimensions.
             PeerLost: the store of the group is gone.
+            ChannelClosed: this process was forked from the one that is the rank.
         """
+        _refuse_inherited()
         pg = group_of(group)
         if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
             raise ValueError(
