@@ -22,7 +22,7 @@ from dte_dist.collectives.routes import RouteOption
 from dte_dist.collectives.streams import aside, hold_back, on
 from dte_dist.collectives.sync import Prepared
 from dte_dist.collectives.work import DeltaWork
-from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
+from dte_dist.errors import ChannelClosed, DeltaError
 from dte_dist.layout import Layout, Rename, Select
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.transport.base import TIMEOUT
@@ -216,6 +216,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
     into = channel.options.into and channel.options.into()
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
         running.join(module, into)
+        channel.refuse_forked()
         channel = find(module, pg) or channel  # a call of another thread may have opened a new one meanwhile
         try:
             return channel.verify()
@@ -302,14 +303,15 @@ class _Call:
 
     def start(self) -> DeltaWork:
         """Prepare here, so that the bits to send are safe, and run the rest in the background."""
-        channel = self._channel()
+        channel, modules = self._channel(), [self.module, self.into]
 
         def finish() -> SyncReport:
             try:
                 return channel.run(prepared)
             except Abandoned as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
-                fix = "call again; a new channel opens"
-                raise PeerLost(f"the other ranks had left the channel: {abandoned}", fix=fix) from abandoned
+                raise abandoned.error() from abandoned
+            finally:
+                modules.clear()  # until now they must not be collected, which closes the channel
 
         streams = aside(channel.devices)
         work = DeltaWork(finish, streams)

@@ -25,6 +25,7 @@ from dte_dist.engine.control import ASKED, REASONS, VERIFY, ControlRow
 from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport, VerifyReport
+from dte_dist.transport.board import Verdict
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.together import Agreed, end_together, error_of, forget_frames
 from dte_dist.transport.watch import Watch
@@ -36,7 +37,23 @@ _T = TypeVar("_T")
 
 
 class Abandoned(Exception):
-    """The others had left the channel before this sync began: on purpose, or because this rank was late."""
+    """The others had left the channel before this sync began: on purpose, or because this rank was late.
+
+    Args:
+        verdict: why they had.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.text)
+        self.verdict = verdict
+
+    def error(self) -> DeltaError:
+        """Return what is raised where the sync cannot be made in a new channel: its bits are gone."""
+        fix = "call again; a new channel opens"
+        if self.verdict.kind == "left":
+            return ChannelClosed(self.verdict.text, ranks=self.verdict.ranks, fix=fix)
+        lost, is_late = self.verdict.ranks, self.verdict.kind == "late"
+        return PeerLost(f"the other ranks had left the channel: {self}", lost=lost, late=is_late, fix=fix)
 
 
 class Channel:
@@ -81,6 +98,12 @@ class Channel:
             self.watch.close()
             for wire in self._wires:
                 wire.close()
+
+    def leave_halfway(self, why: str) -> None:
+        """Drop the groups as the process exits; where a sync is left halfway, the others are told why."""
+        if self.broken is None and not self.in_step:
+            self.watch.say_last(RuntimeError(why))
+        self.drop(why)
 
     def prepare(self, wishes: Wishes, begin: float, *, check: Callable[[], None], background: bool = False) -> Prepared:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
@@ -161,7 +184,7 @@ class Channel:
             if not sync.begun and not self.watch.ends_here(verdict := self.watch.settle(error)):
                 forget_frames(error)
                 self.drop(verdict.text)
-                raise Abandoned(verdict.text) from error
+                raise Abandoned(verdict) from error
             raise self._break(error) from error
         except Exception as error:  # the machine failed, not the protocol: the others lose this rank
             raise self._break(error) from error

@@ -142,7 +142,7 @@ def _at_exit() -> None:
     if not running.finish(_EXIT_PATIENCE):
         for channels in list(_channels.values()):
             for channel in channels.values():
-                channel.drop("the process exits")
+                channel.leave_halfway("the process exits before the sync has ended")
         running.finish(_EXIT_PATIENCE)
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:

@@ -51,6 +51,9 @@ _MANY: Final = 128
 _PROBED: Final = 64
 """Connections that a look probes: those to the ranks behind this one, so each is probed by as many."""
 
+_LAST: Final = 2.0
+"""Seconds that a process which exits gives the store."""
+
 _COMPILING: Final = 600.0
 """Seconds that ranks may compile while a channel opens, in all."""
 
@@ -72,7 +75,7 @@ _clock: threading.Thread | None = None
 
 def _forget_parent() -> None:
     """Begin anew in a forked child: channels and clock are the parent's, and somebody may have had the lock."""
-    global _starting, _clock  # noqa: PLW0603
+    global _starting, _clock
     _watches.clear()
     _starting, _clock = threading.Lock(), None
 
@@ -122,7 +125,7 @@ class Watch:
         self.membership, self.name = membership, name
         self.board = Board(membership.store, membership.size)
         self.members: Sequence[int] = range(membership.size)
-        self.waited = self.members
+        self.waited: Sequence[int] = self.members
         self.absent: Callable[[], Sequence[int]] | None = None
         self.processes: Mapping[int, Process] = {}
         self.origin: int | None = None
@@ -138,6 +141,8 @@ class Watch:
         self._deadline: Deadline | None = None
         self._is_overdue = self._is_looked_at = False
         self._compiling = _COMPILING
+        self._last: Verdict | None = None
+        self._has_said = threading.Event()
 
     # The channel --------------------------------------------------------------------------------------------
 
@@ -257,6 +262,11 @@ class Watch:
         mine = Verdict.of(error, self.membership.rank)
         return self.board.settle(mine, lambda: self.board.decide(lookout.put_right(self, mine)))
 
+    def say_last(self, error: BaseException) -> None:
+        """Have the clock settle why the channel ends: a process that exits may start no thread for it."""
+        self._last = Verdict.of(error, self.membership.rank)
+        self._has_said.wait(_LAST)
+
     def ends_here(self, verdict: Verdict) -> bool:
         """Return whether a rank that had not begun the call has to raise a verdict, too.
 
@@ -326,6 +336,12 @@ class Watch:
 
     def tick(self) -> None:
         """End the present wait if its time is up, and have it looked at if it is long."""
+        if (last := self._last) is not None:
+            self._last = None
+            try:
+                self.board.found = self.board.decide(last)
+            finally:
+                self._has_said.set()
         since, deadline = self.since, self._deadline
         if since is None:
             return

@@ -6,12 +6,15 @@ Ranks die, stop, come late, fail while a channel opens, or compile. Where the ti
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +25,8 @@ import torch.distributed as dist
 
 import dte_dist
 from dte_dist import kernels
-from dte_dist.collectives import agreement, opening
+from dte_dist.collectives import agreement, opening, registry
+from dte_dist.collectives.exclusive import exclusive
 from dte_dist.errors import PeerLost
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.relay import Relay
@@ -252,6 +256,139 @@ def test_channels_open_where_gloo_connects_late_and_a_dead_rank_is_named(ranks: 
     ranks.start(go)
     name, text, lost = agreed_text(survivors(ranks.finish(), [2]))
     assert name == "PeerLost" and text.startswith("rank 2 died (its ") and lost == (2,)
+
+
+def exits_halfway(rank: int, world: int, flag: str) -> Any:
+    """Rank 1 exits while its sync in the background waits for rank 2, and with it ranks 0 and 3."""
+    module = model(rank)
+    sync(module, timeout=LONG)
+    if rank == 2:
+        wait_for(Path(flag))
+        return None
+    if rank == 1:
+        work = sync(module, timeout=LONG, async_op=True)
+        time.sleep(2)
+        assert not work.is_completed()
+        registry._EXIT_PATIENCE = 0.5  # for good: the process ends
+        registry._at_exit()
+        os._exit(0)
+    return told(lambda: sync(module, timeout=LONG))
+
+
+def test_a_process_that_exits_in_the_middle_of_a_sync_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.start(exits_halfway, str(tmp_path / "flag"))
+    outcomes = ranks._collect([0, 1, 3], LONG)
+    (tmp_path / "flag").touch()
+    name, text, lost = agreed_text([outcomes[0].value, outcomes[2].value])
+    assert outcomes[1].died and (name, lost) == ("PeerLost", ())
+    assert text == "rank 1 failed: RuntimeError: the process exits before the sync has ended"
+
+
+def collected_meanwhile(rank: int, world: int) -> Any:
+    """Rank 1 keeps neither module nor work of a sync in the background, for which rank 2 comes late."""
+    module = model(rank)
+    sync(module, timeout=LONG)
+    if rank == 0:
+        nudge(module, "0.weight", 3)
+    dist.barrier()
+    if rank == 2:
+        time.sleep(2)
+    work = sync(module, timeout=LONG, async_op=True)
+    if rank == 1:
+        gone, thread = weakref.ref(module), work._thread
+        del module, work
+        gc.collect()
+        was_kept = gone() is not None
+        thread.join(LONG)
+        gc.collect()
+        dist.barrier()
+        return was_kept and gone() is None
+    report = work.wait()
+    dist.barrier()
+    return facts(report)[:5]
+
+
+def test_a_module_lives_until_its_sync_in_the_background_has_ended(lasting: Ranks) -> None:
+    found = lasting.run(collected_meanwhile)
+    assert found[1] is True and same([found[rank] for rank in (0, 2, 3)]) == (2, 1, "delta", "", 3)
+
+
+def closed_by_one(rank: int, world: int) -> Any:
+    """Rank 1 closes its channel; the next call of all is in the background."""
+    module = model(rank)
+    sync(module, timeout=LONG)
+    dist.barrier()
+    if rank == 1:
+        dte_dist.close(module)
+        error = told(lambda: None)
+    else:
+        error = told(lambda: sync(module, timeout=LONG, async_op=True).wait())
+    return error, facts(sync(module, timeout=LONG))[:4]
+
+
+def test_a_sync_in_the_background_is_told_that_a_rank_closed_the_channel(lasting: Ranks) -> None:
+    found = lasting.run(closed_by_one)
+    name, text, _ = agreed_text([found[rank][0] for rank in (0, 2, 3)])
+    assert name == "ChannelClosed" and text.startswith("rank 1 closed the channel")
+    assert same([report for _, report in found])[0] == 2
+
+
+# Forks ------------------------------------------------------------------------------------------------------
+
+
+def in_a_child(call: Callable[[], Any]) -> tuple[str, str]:
+    """Return class and text of what a call raises in a forked child; the signal that ended it, if one did."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends the child if it waits for what no thread of it will give back
+        os.write(theirs, json.dumps(told(call)[:2]).encode())
+        os._exit(0)
+    os.close(theirs)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = os.read(ours, 1 << 16)
+    os.close(ours)
+    return tuple(json.loads(said)) if status == 0 else ("killed", str(status))  # type: ignore[return-value]
+
+
+def forks(rank: int, world: int) -> Any:
+    """Fork while another thread is in a call on the module, and a sync in the background waits for rank 3."""
+    module = model(rank)
+    sync(module, timeout=LONG)
+    transport = dte_dist.ProcessGroupTransport(timeout=LONG)
+    found = []
+    if rank == 3:
+        dist.barrier()
+    work = sync(module, timeout=LONG, async_op=True)
+    if rank != 3:
+        holds, goes = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with exclusive(module):
+                holds.set()
+                goes.wait(LONG)
+
+        threading.Thread(target=hold).start()
+        holds.wait(LONG)
+        calls: list[Callable[[], Any]] = [
+            lambda: sync(module, timeout=5),
+            lambda: sync(model(rank), timeout=5),
+            lambda: dte_dist.verify(module),
+            lambda: transport.receive(1, timeout=5),
+            lambda: dte_dist.ProcessGroupTransport(timeout=5),
+        ]
+        found = [in_a_child(call) for call in calls]
+        goes.set()
+        dist.barrier()
+    return found, facts(work.wait())[0], facts(sync(module, timeout=LONG))[0]
+
+
+def test_a_forked_child_is_refused_whatever_its_parent_was_doing(lasting: Ranks) -> None:
+    found = lasting.run(forks)
+    told = [each for each, *_ in found[:3]]
+    assert {name for each in told for name, _ in each} == {"ChannelClosed"}, told
+    assert all("forked" in text for each in told for _, text in each)
+    assert same([rest for _, *rest in found]) == [2, 3]
 
 
 # Patience ---------------------------------------------------------------------------------------------------
