@@ -93,7 +93,7 @@ def delta_broadcast(
             "float32", "float".
             Default: the dtype of the sources.
         select: names to sync, as one or several fnmatch patterns or a function of the name. A receiver that
-            passes it may hold part of the model.
+            passes it may hold part of the model. It must choose some tensor, unless the module has none.
         rename: function from this rank's names to the names all ranks agree on.
         detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`.
         anchor_interval: send everything after so many deltas.

@@ -25,7 +25,7 @@ from dte_dist.layout.flattened import FlatUnit, FlatView, beside
 from dte_dist.layout.local import LocalTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree, is_trained
-from dte_dist.layout.names import NameRule, Rename, Select, refuse_duplicates
+from dte_dist.layout.names import NameRule, Rename, Select, canonical_name, refuse_duplicates, refuse_unencodable
 from dte_dist.layout.placement import Entry
 from dte_dist.layout.sharding import ShardSpec
 from dte_dist.layout.spots import Spot, spots_of_shards, spots_of_tensors, spots_of_views
@@ -61,6 +61,7 @@ class Layout:
         self._spots = sorted(source, key=lambda spot: spot.order)
         self._homes = [(spot.holder, spot.key) for spot in self._spots]
         self._names = [spot.name for spot in self._spots]
+        refuse_unencodable(self._names)
         self._describer = Describer()
         self._units: Sequence[FlatUnit] = source.units if isinstance(source, _Follower) else ()
         for unit in self._units:
@@ -95,13 +96,17 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type.
+            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be written as UTF-8.
 
         Example:
             >>> Layout.from_module(torch.nn.Linear(3, 2), select=["w*"], rename="head.{}".format).manifest.entries[0].name
             'head.weight'
         """
-        return cls(_Follower(ModuleTree(module), NameRule.of(select, rename)), partial=select is not None)
+        tree, rule = ModuleTree(module), NameRule.of(select, rename)
+        layout = cls(_Follower(tree, rule), partial=select is not None)
+        if not layout._spots and (left := tree.tensors()):
+            rule.refuse_no_match([found.name for found in left])
+        return layout
 
     @classmethod
     def from_tensors(
@@ -117,13 +122,18 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type.
+            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be written as UTF-8.
 
         Example:
             >>> Layout.from_tensors({"w": torch.zeros(2, 3)}).manifest.entries[0].shape
             (2, 3)
         """
-        return cls(spots_of_tensors(named_tensors, NameRule.of(select, rename)), partial=select is not None)
+        items = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+        rule = NameRule.of(select, rename)
+        layout = cls(spots_of_tensors(items, rule), partial=select is not None)
+        if not layout._spots and items:
+            rule.refuse_no_match([canonical_name(name) for name, _ in items])
+        return layout
 
     @classmethod
     def from_shards(cls, shards: Iterable[tuple[str, Tensor, ShardSpec]], *, partial: bool = False) -> Layout:

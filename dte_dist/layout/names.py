@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from dte_dist.errors import LayoutMismatch
 
-__all__ = ["WRAPPERS", "NameRule", "Rename", "Select", "canonical_name", "refuse_duplicates"]
+__all__ = [
+    "WRAPPERS", "NameRule", "Rename", "Select", "canonical_name", "refuse_duplicates",
+    "refuse_unencodable",
+]  # fmt: skip
 
 Select = Callable[[str], bool] | str | Sequence[str] | None
 """Which slots take part: a predicate on the canonical name, or fnmatch patterns, of which one must match."""
@@ -26,7 +29,11 @@ Rename = Callable[[str], str] | None
 
 WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Path segments that wrappers insert."""
-"""Path segments that wrappers insert."""
+
+_SHOWN: Final = 4
+"""Names that an error lists."""
+
+_SURROGATE: Final = "it has a lone surrogate, which UTF-8 cannot write"
 
 
 def canonical_name(name: str) -> str:
@@ -43,6 +50,11 @@ def canonical_name(name: str) -> str:
 class NameRule:
     """Decide which names take part and what they are called.
 
+    Attributes:
+        select: says whether a canonical name takes part.
+        rename: from a canonical name to that of the slot.
+        patterns: those that `select` matches; None for a function.
+
     Example:
         >>> rule = NameRule.of(["layers.*"], lambda name: "model." + name)
         >>> rule("layers.0.weight"), rule("head.weight")
@@ -51,6 +63,7 @@ class NameRule:
 
     select: Callable[[str], bool]
     rename: Callable[[str], str]
+    patterns: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, select: Select = None, rename: Rename = None) -> NameRule:
@@ -61,20 +74,41 @@ class NameRule:
         """
         if rename is not None and not callable(rename):
             raise ValueError(f"rename must be a callable from name to name, not {type(rename).__name__}")
-        return cls(_predicate(select), rename or _same)
+        if select is None or callable(select):
+            return cls(select or _always, rename or _same)
+        patterns = _patterns(select)
+        matches = re.compile("|".join(map(translate, patterns)) or r"(?!)").match
+        return cls(lambda name: matches(name) is not None, rename or _same, patterns)
 
     def __call__(self, name: str) -> str | None:
         """Return the slot name for a canonical name; None where it does not take part.
 
         Raises:
-            ValueError: `rename` returned something else than a string.
+            ValueError: `rename` returned something else than a string, or a string that UTF-8 cannot write.
         """
         if not self.select(name):
             return None
         renamed = self.rename(name)
         if not isinstance(renamed, str):
             raise ValueError(f"rename must return a string, but returned {renamed!r} for {name!r}")
+        if renamed != name and not _is_encodable(renamed):
+            raise ValueError(f"rename returned {renamed!a} for {name!a}: {_SURROGATE}")
         return renamed
+
+    def refuse_no_match(self, names: Sequence[str]) -> NoReturn:
+        """Raise because `select` leaves out every tensor: nothing would be synchronised, and nothing would say so.
+
+        Args:
+            names: the canonical names of all tensors, at least one.
+
+        Raises:
+            ValueError: names the patterns, and some of the tensors.
+        """
+        said = "a function" if self.patterns is None else ", ".join(map(repr, self.patterns)) or "no patterns"
+        shown = ", ".join(f"{name!a}" for name in names[:_SHOWN])
+        shown += f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        fix = "choose from these names; a rank that has none of the tensors passes an empty torch.nn.Module()"
+        raise ValueError(f"select= chooses no tensor: it is {said}, and the names are {shown}. Way out: {fix}.")
 
 
 def refuse_duplicates(names: Iterable[str]) -> None:
@@ -89,20 +123,32 @@ def refuse_duplicates(names: Iterable[str]) -> None:
         raise LayoutMismatch(f"several tensors have the same name: {shown}", fix="tell them apart with rename, or use select")
 
 
-def _predicate(select: Select) -> Callable[[str], bool]:
-    if select is None:
-        return _always
-    if callable(select):
-        return select
-    patterns = (
-        (select,) if isinstance(select, str) else tuple(select) if isinstance(select, Iterable) else (select,)
-    )
+def refuse_unencodable(names: Iterable[str]) -> None:
+    """Check that every name can be sent to other ranks.
+
+    Raises:
+        ValueError: one cannot; names it.
+    """
+    for name in names:
+        if not _is_encodable(name):
+            raise ValueError(f"the name {name!a} of a tensor cannot be sent to other ranks: {_SURROGATE}")
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _patterns(select: Any) -> tuple[str, ...]:
+    patterns = (select,) if isinstance(select, str) or not isinstance(select, Iterable) else tuple(select)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
             f"select must be a callable, a pattern such as 'layers.*' or a list of patterns, not {select!r}"
         )
-    matches = re.compile("|".join(map(translate, patterns)) or r"(?!)").match
-    return lambda name: matches(name) is not None
+    return patterns
 
 
 def _always(_: str) -> bool:

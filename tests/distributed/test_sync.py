@@ -894,9 +894,15 @@ WRONG: dict[str, dict[str, Any]] = {
     "no src": {"src": []}, "both": {"src": 0, "group_src": 0}, "src text": {"src": "root"},
     "wire text": {"wire_dtype": "bf17"}, "wires text": {"wire_dtype": {"w": "bloat16"}},
     "less than a millisecond": {"timeout": 1e-4}, "more than the clock has": {"timeout": 1e10},
-    "select number": {"select": 3}, "rename text": {"rename": "w"}, "into text": {"into": "copy"},
+    "select number": {"select": 3}, "select nothing": {"select": ["lyers.*"]}, "select none": {"select": lambda name: False},
+    "rename text": {"rename": "w"}, "half a letter": {"rename": "{}\udcff".format}, "into text": {"into": "copy"},
     "into number": {"into": 3}, "no name": {"name": ""}, "name number": {"name": 3},
 }  # fmt: skip
+TEXTS = {
+    "select nothing": "'lyers.*', and the names are 'steps', '0.weight', '0.bias', '1.weight' and 2 more",
+    "select none": "it is a function, and", "half a letter": r"'steps\udcff' for 'steps': it has a lone surrogate",
+}  # fmt: skip
+"""What errors must say where a channel opens."""
 NO_MODULE: dict[str, dict[str, Any]] = {"none": {"module": None}, "a dict": {"module": {}}, "a tensor": {"module": torch.zeros(3)}}
 
 
@@ -918,6 +924,8 @@ def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all_and_the_next_call
     for name, (kind, text) in errors.items():
         assert kind == "ValueError", (name, kind, text)
         assert f"rank {who} " in text, (name, text)
+        if not is_open and name in TEXTS:
+            assert TEXTS[name] in text, (name, text)
     assert report == ((2, "delta") if is_open else (1, "full"))
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import Layout, canonical_name
+from dte_dist.layout import Layout, ShardSpec, canonical_name
 
 
 def names(layout):
@@ -59,7 +59,6 @@ def test_select_takes_patterns_and_predicates_on_canonical_names():
     assert names(Layout.from_module(wrapped, select=["1.*weight", "0.b*"])) == ["0.bias", "1.0.weight", "1.1.weight"]
     assert names(Layout.from_module(wrapped, select=lambda name: name.startswith("0."))) == ["0.bias", "0.weight"]
     assert names(Layout.from_tensors(model().state_dict(), select=["0.*"])) == ["0.bias", "0.weight"]
-    assert names(Layout.from_module(wrapped, select=[])) == []
 
 
 @pytest.mark.parametrize(
@@ -70,10 +69,44 @@ def test_one_pattern_alone_is_a_pattern(make):
         name for name in PLAIN if name.endswith("weight")
     ]
     assert names(Layout.from_tensors(model().state_dict(), select=make("0.*"))) == ["0.bias", "0.weight"]
-    assert (
-        Layout.from_module(model(), select=make("*")).is_partial
-        and names(Layout.from_module(model(), select="")) == []
-    )
+    assert Layout.from_module(model(), select=make("*")).is_partial
+
+
+SAYS = {
+    "a pattern": ("lyers.*", "'lyers.*'"), "patterns": (["a", "b.*"], "'a', 'b.*'"), "none": ([], "no patterns"),
+    "an empty one": ("", "''"), "a function": (lambda name: False, "a function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("select", "said"), SAYS.values(), ids=SAYS)
+@pytest.mark.parametrize("is_module", [True, False])
+def test_to_select_no_tensor_is_refused_with_patterns_and_names(select, said, is_module):
+    with pytest.raises(ValueError, match="select= chooses no tensor") as caught:
+        Layout.from_module(model(), select=select) if is_module else Layout.from_tensors(model().state_dict(), select=select)
+    assert f"it is {said}, and the names are " in str(caught.value)
+    assert "'0.bias'" in str(caught.value) and "and 5 more" in str(caught.value)
+
+
+def test_where_there_are_no_tensors_there_is_nothing_to_select_from():
+    for layout in (Layout.from_module(nn.Module(), select="w"), Layout.from_tensors({}, select="w")):
+        assert names(layout) == [] and layout.is_partial
+
+
+LONE = "w\udcff"
+
+
+def test_a_name_that_cannot_be_encoded_is_named_and_so_is_who_gave_it():
+    with pytest.raises(ValueError, match=r"rename returned 'w\\udcff' for 'bias': it has a lone surrogate"):
+        Layout.from_module(nn.Linear(1, 1), rename=lambda name: LONE if name == "bias" else name)
+    spec = ShardSpec((1,), None, ())
+    for make in (
+        lambda: Layout.from_tensors({LONE: torch.zeros(1)}),
+        lambda: Layout.from_module(nn.ParameterDict({LONE: nn.Parameter(torch.zeros(1))})),
+        lambda: Layout.from_shards([(LONE, torch.zeros(1), spec)]),
+        lambda: Layout.from_views([(LONE, torch.zeros(1), (1,), (0,))]),
+    ):
+        with pytest.raises(ValueError, match=r"name 'w\\udcff' of a tensor cannot be sent"):
+            make()
 
 
 def test_rename_sees_canonical_names_after_select():
