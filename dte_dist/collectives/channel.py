@@ -96,6 +96,7 @@ class Channel:
         if self.broken is None:
             self.broken = why
             self.watch.close()
+            self.watch.board.part()
             for wire in self._wires:
                 wire.close()
 

@@ -47,7 +47,7 @@ from dte_dist.transport.exchange import Exchange
 from dte_dist.transport.groups import Membership, Wire
 from dte_dist.transport.guard import DamagedRow
 from dte_dist.transport.relay import Relay
-from dte_dist.transport.rendezvous import call_roll
+from dte_dist.transport.rendezvous import call_roll, forget_meeting
 from dte_dist.transport.speed import LinkSpeed
 from dte_dist.transport.together import Agreed, agreed, end_together, or_error, raise_if_any
 from dte_dist.transport.watch import Watch
@@ -177,6 +177,7 @@ class _Opening:
         watch.is_ending = True
         raise_if_any(control, error or wrong)
         watch.is_opening = False
+        forget_meeting(watch, self.wires)
         kept.drop_source(module)
         return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 

@@ -15,6 +15,7 @@ import logging
 import secrets
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, TypeVar, cast, get_args
 
@@ -117,6 +118,7 @@ class Board:
         self.found: Verdict | None = None
         self.until: Deadline | None = None
         self._asked: Deadline | None = None
+        self._has_parted = False
 
     def settle(self, mine: Verdict, decide: Callable[[], Verdict] | None = None) -> Verdict:
         """Return the verdict of the first rank that called; `mine` if the store cannot be reached in time.
@@ -154,6 +156,24 @@ class Board:
             self._store.set("left", "")
 
         self._ask(say)
+
+    def part(self) -> None:
+        """Say that this rank asks no more; the last one of all deletes what is here. Nobody waits for it."""
+
+        def say() -> None:
+            if self._store.add("gone", 1) == self._size:
+                left = [f"left/{rank}" for rank in range(self._size)]
+                for key in ("verdict", "left", *left, "busy", "gone"):
+                    self._store.delete_key(key)
+
+        if not self._has_parted:
+            self._has_parted = True
+            with suppress(RuntimeError, TimeoutError):
+                within(Deadline(0), say)
+
+    def tidy(self, delete: Callable[[], object]) -> None:
+        """Call what deletes keys of the store; a store that cannot keeps them."""
+        self._ask(delete)
 
     def say_busy(self, is_busy: bool) -> None:
         """Say that this rank compiles, or no longer does: others do not count the time."""

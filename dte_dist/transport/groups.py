@@ -149,6 +149,11 @@ class Wire:
                 work.wait(timeout)
         return backend
 
+    def tidy(self) -> None:
+        """Delete the addresses of this rank from the store, once all members have connected; may block."""
+        if self._patient is not None:
+            self._patient.tidy()
+
     def close(self) -> None:
         """Drop the backend; peers that wait on it fail at once."""
         self._closed = True

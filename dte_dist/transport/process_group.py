@@ -40,7 +40,7 @@ from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 from dte_dist.transport.buffers import Frame, explain_memory
 from dte_dist.transport.groups import Group, Membership, Wire
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
-from dte_dist.transport.rendezvous import call_roll
+from dte_dist.transport.rendezvous import call_roll, forget_meeting
 from dte_dist.transport.roles import Roles, mover
 from dte_dist.transport.together import Agreed, end_together, error_of, or_error, raise_if_any
 from dte_dist.transport.watch import Watch
@@ -151,6 +151,7 @@ class ProcessGroupTransport(Transport):
             others = [rank for rank, row in enumerate(rows[:, 1:].tolist()) if row != rows[0, 1:].tolist()]
             fix = "pass the same src= or plan= on every rank"
             raise Agreed(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], fix=fix))
+        forget_meeting(self._watch, [control])
         self._roles, members = roles, roles.members
         self._watch.members, self._watch.is_ending, self._control = members, False, control
         if self._rank in members and len(members) < membership.size:
@@ -227,6 +228,8 @@ class ProcessGroupTransport(Transport):
         if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
             if self._rank in self._roles.members:
                 self._watch.board.leave(self._rank)
+            if self._met is not None:  # all members have connected
+                forget_meeting(self._watch, self._wires)
             self._drop("it was closed")
 
     def _check_payload(self, payload: Payload) -> None:
@@ -362,6 +365,8 @@ class ProcessGroupTransport(Transport):
         self._watch.close()
         for wire in self._wires:
             wire.close()
+        if not self._watch.is_opening:
+            self._watch.board.part()
         self._kept, self._own = {}, None
 
     def _break(self, error: BaseException) -> DeltaError:

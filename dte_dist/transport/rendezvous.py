@@ -34,9 +34,10 @@ from dte_dist.transport.notes import number, read_note
 from dte_dist.transport.presence import Process
 
 if TYPE_CHECKING:
+    from dte_dist.transport.groups import Wire
     from dte_dist.transport.watch import Watch
 
-__all__ = ["Group", "Membership", "PatientStore", "call_roll", "group_of"]
+__all__ = ["Group", "Membership", "PatientStore", "call_roll", "forget_meeting", "group_of"]
 
 Group = dist.ProcessGroup | DeviceMesh
 """A process group as a caller names it: itself, or a mesh of one dimension."""
@@ -209,6 +210,25 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
     return {rank: origin for rank, (origin, _) in enumerate(said)}
 
 
+def forget_meeting(watch: Watch, wires: Iterable[Wire]) -> None:
+    """Delete what this rank wrote to the store so that all could come together.
+
+    Args:
+        watch: of the channel.
+        wires: groups that all their members have connected, and have exchanged a row since.
+    """
+    mine = watch.membership
+    store = dist.PrefixStore("roll", mine.store)
+
+    def delete() -> None:
+        for key in (str(mine.rank), *(("all", "count") if mine.rank == 0 else ())):
+            store.delete_key(key)
+        for wire in wires:
+            wire.tidy()
+
+    watch.board.tidy(delete)
+
+
 def _said(note: Any) -> tuple[int | None, Process]:
     """Return what a rank says at the roll call: under which number its modules have met before, and its process."""
     return None if note["origin"] is None else number(note["origin"]), Process.read(note["process"])
@@ -248,6 +268,7 @@ class PatientStore(dist.Store):
         super().__init__()
         self._store, self._watch, self._is_stopped = store, watch, False
         self._limit = math.inf
+        self._written: list[str] = []
 
     def stop(self) -> None:
         """Let whoever waits for a key fail."""
@@ -257,8 +278,14 @@ class PatientStore(dist.Store):
         """Let each wait from now on take at most so many seconds; who connects has a limit of its own."""
         self._limit = seconds
 
+    def tidy(self) -> None:
+        """Delete the keys that were written; may block."""
+        while self._written:
+            self._store.delete_key(self._written.pop())
+
     def set(self, key: str, value: Any) -> None:
         """Write a key."""
+        self._written.append(key)
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:

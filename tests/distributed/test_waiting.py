@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import dte_dist
 from dte_dist import kernels
 from dte_dist.collectives import agreement, opening, registry
 from dte_dist.collectives.exclusive import exclusive
+from dte_dist.engine.payload import Change, write_payload
 from dte_dist.errors import PeerLost
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.relay import Relay
@@ -389,6 +391,47 @@ def test_a_forked_child_is_refused_whatever_its_parent_was_doing(lasting: Ranks)
     assert {name for each in told for name, _ in each} == {"ChannelClosed"}, told
     assert all("forked" in text for each in told for _, text in each)
     assert same([rest for _, *rest in found]) == [2, 3]
+
+
+# What stays in the store ------------------------------------------------------------------------------------
+
+
+def opens_often(rank: int, world: int, how: str) -> int:
+    """Return by how many keys the store has grown over 20 channels or transports, from the third on."""
+    store = dist.group.WORLD.get_group_store()
+    mine, counts = model(rank), []
+    for number in range(23):
+        if how == "transports":
+            transport = dte_dist.ProcessGroupTransport(timeout=LONG)
+            payload = write_payload(1, -1, [Change("w", None, torch.ones(3))], lineage=1)
+            transport.send(payload, timeout=LONG) if rank == 0 else transport.receive(1, timeout=LONG)
+            transport.close()
+        else:
+            sync(mine, timeout=LONG)
+            if how == "all close" or rank == 1:
+                dte_dist.close(mine)
+        if number in (2, 22):
+            if how == "one closes":  # the others notice when they call
+                sync(mine, timeout=LONG)
+            counts.append(settled(store.num_keys))
+            dist.barrier()
+    return counts[1] - counts[0]
+
+
+def settled(count: Callable[[], int]) -> int:
+    """Return a number once it has not changed for a second: keys are deleted in the background."""
+    dist.barrier()
+    last, since = count(), time.monotonic()
+    while time.monotonic() - since < 1:
+        time.sleep(0.05)
+        if (now := count()) != last:
+            last, since = now, time.monotonic()
+    return last
+
+
+@pytest.mark.parametrize("how", ["all close", "one closes", "transports"])
+def test_channels_that_are_closed_leave_nothing_in_the_store(lasting: Ranks, how: str) -> None:
+    assert same(lasting.run(opens_often, how)) == 0
 
 
 # Patience ---------------------------------------------------------------------------------------------------
