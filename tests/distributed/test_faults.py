@@ -264,11 +264,11 @@ def closed_by_one(rank: int, world: int, who: int) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 2], ids=["the source", "a receiver"])
-def test_a_channel_that_another_rank_closed_is_peer_lost_in_the_background_and_opens_at_the_next_call(ranks: Ranks, who: int) -> None:
+def test_a_channel_that_another_rank_closed_is_closed_in_the_background_and_opens_at_the_next_call(ranks: Ranks, who: int) -> None:
     found = ranks.run(closed_by_one, who)
     errors = [error for error, *_ in found]
     name, text = same([error for rank, error in enumerate(errors) if rank != who])
-    assert name == "PeerLost" and f"rank {who} closed the channel" in text and errors[who] == ("", "")
+    assert name == "ChannelClosed" and f"rank {who} closed the channel" in text and errors[who] == ("", "")
     prompt, report, _ = same([rest for _, *rest in found])
     assert prompt and report == (
         ("full", "sources restarted, receivers held v1") if who == 0 else ("delta", "rank 2 seeded: it had no version")
