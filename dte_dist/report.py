@@ -62,7 +62,8 @@ class VerifyReport:
         first: name of the first that differs, in alphabetical order; None if none does.
         ranks: group ranks of the receivers that hold other bits; the next sync seeds them.
         compared: group ranks of the receivers that hold `version` and were compared; others are seeded anyway.
-        moved: shards of sources whose live bits are not those of `version`: trained since, or missed by a detector.
+        moved: shards of sources whose live bits are not those of `version`: trained since, or missed by a detector. Not
+            counted (0) where `verify_interval` verifies in the background, since live bits may move meanwhile.
         seconds: of this rank.
 
     Example:

@@ -85,7 +85,8 @@ def delta_broadcast(
         group_src: the sources as ranks of the group, instead of `src`.
         version: number of the version this call makes, greater than the last; default: the last plus one. All sources must
             agree; receivers may leave it out.
-        mode: "delta", or "full" to send everything: from a source to all receivers, from a mere receiver to this one.
+        mode: "delta", or "full" to send everything: from the sources to all receivers if any source says so, to this rank alone
+            if a mere receiver does.
         into: on a rank that is both, the module to receive into. On a mere receiver it stands for `module`.
         wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One dtype for all
             floating-point tensors, a mapping by name, a function of (name, dtype), or "receiver": whatever the receivers hold.

@@ -247,6 +247,11 @@ class P2PRoute(Route):
         """Return those of a source's items, one per frame, that are for a target."""
         return [item for (lane, _), item in zip(self.chunks[source], items, strict=True) if lane == self._lane[target]]
 
+    @cached_property
+    def _mine(self) -> dict[int, list[tuple[int, Chunk]]]:
+        """By source, (lane, chunk) of each frame that is for this rank, in order."""
+        return {source: self._of(source, self._rank, chunks) for source, chunks in self.chunks.items()}
+
     def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
         for number, frame in enumerate(self._of(source, self._rank, frames)):
             self._take(step, source, number, frame)
@@ -269,7 +274,7 @@ class P2PRoute(Route):
 
     def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):
-            chunks = self._of(source, self._rank, self.chunks[source])
+            chunks = self._mine[source]
             self._receiver.take(frame, step_of_lane(step, chunks[number][0]).head(source, len(chunks), chunks[number][1]))
 
 

@@ -148,7 +148,9 @@ def decide(rows: Sequence[ControlRow], root: int) -> Decision:
     """
     sources = [rank for rank, row in enumerate(rows) if row.is_source]
     receivers = [rank for rank, row in enumerate(rows) if row.is_receiver]
-    states = {(rows[rank].source_version, rows[rank].source_stream) for rank in sources}
+    # A source that was asked for mode="full" has given up its version on purpose: the others say which one they hold.
+    asked = REASONS.index("mode")
+    states = {(rows[rank].source_version, rows[rank].source_stream) for rank in sources if rows[rank].reason != asked} or {(NONE, 0)}
     full = len(states) > 1 or any(rows[rank].full for rank in sources)
     base, stream = (NONE, 0) if len(states) > 1 else next(iter(states))
     followers = () if full else tuple(r for r in receivers if _follows(rows[r], base, stream))

@@ -439,6 +439,23 @@ def test_a_full_sync_on_demand_says_which_version_was_held_before(ranks: Ranks) 
     assert [report[1] for report in reports] == [None, 1, 2, 3]
 
 
+def full_of_one_source(rank: int, world: int) -> Any:
+    module = model(0 if rank < 2 else rank)
+    sources = {"src": [0, 1]}
+    reports = [sync(module, **sources), sync(module, **sources)]
+    if rank < 2:
+        nudge(module, "0.weight", 3)
+    reports.append(sync(module, **sources, mode="full" if rank == 1 else "delta"))
+    reports.append(sync(module, **sources))
+    return [facts(report)[:4] for report in reports], prints(module)
+
+
+def test_one_source_that_is_asked_for_everything_is_enough(ranks: Ranks) -> None:
+    reports, _ = same(ranks.run(full_of_one_source))
+    assert [report[2:4] for report in reports] == [("full", "first sync"), ("delta", ""), ("full", "mode"), ("delta", "")]
+    assert [report[1] for report in reports] == [None, 1, 2, 3]
+
+
 def full_that_fails(rank: int, world: int) -> Any:
     module = model(rank)
     sync(module)

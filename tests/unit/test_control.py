@@ -157,6 +157,15 @@ def test_one_source_of_two_restarted_is_a_full_sync_of_a_new_lineage() -> None:
     assert decision == Decision(8, NONE, 0, PROPOSAL, (), (2,), "sources hold different versions")
 
 
+@pytest.mark.parametrize("asking", [[0], [1], [0, 1]])
+def test_one_source_that_was_asked_for_everything_is_enough(asking: list[int]) -> None:
+    asked = source(NONE, STREAM, full=1, reason=REASONS.index("mode"))
+    rows = [asked if rank in asking else source() for rank in range(2)]
+    onward = PROPOSAL if len(asking) == 2 else STREAM
+    base, stream = (NONE, 0) if len(asking) == 2 else (7, STREAM)
+    assert decide([*rows, receiver()], 0) == Decision(8, base, stream, onward, (), (2,), "mode")
+
+
 def test_after_a_sync_that_broke_off_receivers_follow_but_the_new_version_has_a_name_of_its_own() -> None:
     rows = [source(broken_off=1), source(), receiver(), receiver(8)]
     assert decide(rows, 0) == Decision(8, 7, STREAM, PROPOSAL, (2,), (3,), "rank 3 seeded: replay, it held v8, sources v7")
