@@ -1,9 +1,10 @@
 """What outlasts a channel, so that receivers at the right version go on without a seed.
 
-A source's chain and snapshot wait under its module for the next channel, once the channel broke. A receiver's chain says what the
-copy holds, which is a fact about its memory: all channels that write to the same tensors of a module share it, open or broken. Channels
-that write to other tensors of the module (`select=`) have chains of their own. Where two of them have some tensors in common, a sync of
-one takes the version of the other. All of it goes when the module goes.
+A source's chain and snapshot wait under its module for the next channel of the group, or of its survivors, once the
+channel broke. A receiver's chain says what the copy holds, which is a fact about its memory: all channels that write to the
+same tensors of a module share it, open or broken. Channels that write to other tensors of the module (`select=`) have chains
+of their own. Where two of them have some tensors in common, a sync of one takes the version of the other. All of it goes
+when the module goes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dte_dist.engine.source import SourceState
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.space import FlatSpace
 
-__all__ = ["chains_of", "drop_source", "forget_copy", "keep_source", "share_copy", "take_up_source"]
+__all__ = ["chains_of", "drop_source", "forget_copy", "keep_source", "release_source", "share_copy", "take_up_source"]
 
 
 Home = tuple[int, Any]
@@ -35,11 +36,13 @@ class _Source:
     Attributes:
         chain, snapshot: of the source.
         covers: digest of the pieces that the snapshot covers.
+        ranks: of the world that were in the group.
     """
 
     chain: Chain
     snapshot: Snapshot | None
     covers: bytes
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,26 +58,41 @@ class _Copy:
     homes: frozenset[Home]
 
 
-_sources: weakref.WeakKeyDictionary[Any, _Source] = weakref.WeakKeyDictionary()
+_sources: weakref.WeakKeyDictionary[Any, list[_Source]] = weakref.WeakKeyDictionary()
+"""By module, the last one kept last."""
 _copies: weakref.WeakKeyDictionary[Any, dict[bytes, _Copy]] = weakref.WeakKeyDictionary()
 """By module, then by digest of the pieces that are received."""
 
 
-def keep_source(module: Any, state: SourceState, model: ModelMap) -> None:
-    """Keep what the source of a broken channel holds."""
-    _sources[module] = _Source(state.chain, state.snapshot, _digest(model, state.spaces))
+def keep_source(module: Any, ranks: Sequence[int], state: SourceState, model: ModelMap) -> None:
+    """Keep what the source of a broken channel over some ranks of the world holds."""
+    here = tuple(ranks)
+    mine = _Source(state.chain, state.snapshot, _digest(model, state.spaces), here)
+    others = [kept for kept in _sources.get(module, []) if (kept.covers, kept.ranks) != (mine.covers, here)]
+    _sources[module] = [*others, mine]
 
 
-def take_up_source(module: Any, state: SourceState, model: ModelMap) -> None:
-    """Give a new source what is kept of an earlier one with the same pieces; it stays kept."""
-    kept = _sources.get(module)
-    if kept is not None and kept.covers == _digest(model, state.spaces):
+def take_up_source(module: Any, ranks: Sequence[int], state: SourceState, model: ModelMap) -> None:
+    """Give a new source what is kept of an earlier one with the same pieces; it stays kept until `release_source`.
+
+    That of a group of the same ranks is taken if there is one: each group has receivers of its own. Otherwise it is the
+    last one kept, since survivors of a lost rank form a new group.
+    """
+    covers = _digest(model, state.spaces)
+    found = [kept for kept in _sources.get(module, []) if kept.covers == covers]
+    if found:
+        kept = max(reversed(found), key=lambda each: each.ranks == tuple(ranks))
         state.chain, state.snapshot = kept.chain, kept.snapshot
 
 
-def drop_source(module: Any) -> None:
-    """Drop what is kept of a source, if anything is."""
-    _sources.pop(module, None)
+def release_source(module: Any, state: SourceState) -> None:
+    """Keep no longer what a source of an open channel has taken up."""
+    _sources[module] = [kept for kept in _sources.get(module, []) if kept.chain is not state.chain]
+
+
+def drop_source(module: Any, ranks: Sequence[int] | None) -> None:
+    """Drop what is kept of the sources of a group, or of all groups (None), if anything is."""
+    _sources[module] = [kept for kept in _sources.get(module, []) if ranks is not None and kept.ranks != tuple(ranks)]
 
 
 def share_copy(

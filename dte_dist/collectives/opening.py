@@ -178,7 +178,8 @@ class _Opening:
         raise_if_any(control, error or wrong)
         watch.is_opening = False
         forget_meeting(watch, self.wires)
-        kept.drop_source(module)
+        if built is not None and built.parts.source is not None:
+            kept.release_source(module, built.parts.source)
         return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 
     def _describe(self, module: Model, into: Model | None) -> Described:
@@ -237,7 +238,7 @@ class _Opening:
 
     def _source(self, agreement: Agreement, mine: Described, module: Model, schedule: Schedule) -> SourceState:
         state = SourceState(mine.layout, agreement.model, self.membership.rank, schedule, agreement.schema)
-        kept.take_up_source(module, state, agreement.model)
+        kept.take_up_source(module, self.membership.global_ranks, state, agreement.model)
         return state
 
     def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> ReceiverState:

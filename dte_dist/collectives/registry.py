@@ -61,7 +61,8 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
         channel.abort()
         if channel.broken is not None or _is_gone(other):
             if (source := channel.parts.source) is not None:  # a receiver's chain stays with its copy anyway
-                kept.keep_source(module, source, channel.parts.agreement.model)
+                ranks = channel.watch.membership.global_ranks
+                kept.keep_source(module, ranks, source, channel.parts.agreement.model)
             mine.pop(other).close("its group is gone")
     _forget_origins(module)
     if group not in mine:
@@ -213,8 +214,8 @@ def close(module: Model, group: Group | None = None) -> None:
     pg = group_of(group)
     with exclusive(module):
         running.join(module)
-        kept.drop_source(module)
         channel = _channels.get(module, {}).pop(pg, None)
+        kept.drop_source(module, None if channel is None else channel.watch.membership.global_ranks)
         _origins.get(module, {}).pop(pg, None)
         if channel is not None:
             channel.close()

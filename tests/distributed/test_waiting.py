@@ -33,7 +33,7 @@ from dte_dist.errors import PeerLost
 from dte_dist.transport.groups import Wire
 from dte_dist.transport.relay import Relay
 from tests.distributed.launcher import Outcome, Ranks
-from tests.distributed.tools import facts, model, nudge, prints, same, sync
+from tests.distributed.tools import caught, facts, model, nudge, prints, same, sync
 
 LONG, SOON, SHORT, PATIENT = 60.0, 25.0, 3.0, 5.0
 STATE: dict[str, Any] = {}
@@ -562,3 +562,23 @@ def test_a_late_rank_in_the_background_is_told_so_and_meets_the_others_at_its_ne
     found = lasting.run(comes_late, PATIENT + 1, True, True)
     assert "rank 1 did not answer" in found[1][0][0][0]
     assert same([rest for _, *rest in found])[0] == (2, 1, "delta", "", 3)
+
+
+def two_groups_of_one_source_are_given_up(rank: int, world: int) -> Any:
+    """Rank 0 sends to rank 1 over one group and to rank 2 over another; both come too late, and then in time."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    mine = [group for number, group in enumerate(groups) if rank in (0, number + 1)]
+    module = model(rank)
+    for _ in range(2):
+        for group in mine:
+            sync(module, group, timeout=1.0)
+    if rank == 0:
+        for group in mine:
+            assert caught(lambda group=group: sync(module, group, timeout=1.0))[0] == "PeerLost"
+    dist.barrier()
+    return [facts(sync(module, group, timeout=1.0))[1:4] for group in mine]
+
+
+def test_each_group_of_a_source_goes_on_from_what_its_own_receivers_hold(lasting: Ranks) -> None:
+    first, *others = lasting.run(two_groups_of_one_source_are_given_up)
+    assert first == [(2, "delta", ""), (2, "delta", "")] and others[:2] == [first[:1], first[1:]]
