@@ -45,6 +45,8 @@ def test_tracker_commit_and_rollback() -> None:
     tracker.rollback()
     assert tracker.diff(weights, 1).full and tracker.version == -1
     tracker.commit()
+    with pytest.raises(RuntimeError, match="nothing to commit"):
+        tracker.commit()
     weights["w"][1] = 1
     assert tracker.diff(weights, 2).tensors["w@delta_idx"].tolist() == [1]
     tracker.rollback()

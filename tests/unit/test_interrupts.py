@@ -30,8 +30,8 @@ FILES = (
 """All that holds something between syncs."""
 
 OLD = {"a": torch.arange(60.0), "b": torch.arange(20).bfloat16()}
-LATER = {"a": [3, 4, 5, 40, 59], "b": [0, 19]}
-"""Elements that change after version 1."""
+LATER = {"a": [3, 9, 15, 40, 55], "b": [0, 10]}
+"""Elements that change first after version 1; each step changes those after them."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,14 @@ class Line(Pair):
 
     def __init__(self, detector: Detector | None = None, codec: str = "fast") -> None:
         super().__init__({name: tensor.clone() for name, tensor in OLD.items()}, bucket_bytes=128, detector=detector)
-        self.chooser = Chooser(codec)
+        self.chooser, self.steps = Chooser(codec), 0
         self.step()
 
     def step(self) -> None:
+        """Change elements that no other step changes: what is lost of one is not made good by the next."""
         for name, places in LATER.items():
-            self.trained[name][places] += 1
+            self.trained[name][torch.tensor(places) + self.steps] += 1
+        self.steps += 1
 
     def sends(self, version: int = 2) -> None:
         self.source.prepare(version, False, Phases(), self.detector, chooser=self.chooser)
@@ -303,11 +305,14 @@ class Told:
         self.copy = {name: torch.zeros_like(tensor) for name, tensor in OLD.items()}
         self.arrives(self.tracker.diff(self.weights, 1))
         self.tracker.commit()
+        self.steps = 0
         self.step()
 
     def step(self) -> None:
+        """As that of `Line`."""
         for name, places in LATER.items():
-            self.weights[name][places] += 1
+            self.weights[name][torch.tensor(places) + self.steps] += 1
+        self.steps += 1
 
     def arrives(self, payload: Payload) -> None:
         self.copy = reconstruct_against_base(payload, self.copy)
@@ -324,6 +329,9 @@ class Told:
 
 
 def test_an_interrupted_diff_or_rollback_of_a_tracker_loses_no_change() -> None:
+    """Nor is what was made in its place taken for it: it is of another run."""
+    lineages: list[int] = []
+
     def diff() -> tuple[Told, Callable[[], object]]:
         told = Told()
         return told, lambda: told.tracker.diff(told.weights, 2)
@@ -332,6 +340,17 @@ def test_an_interrupted_diff_or_rollback_of_a_tracker_loses_no_change() -> None:
         told = Told()
         told.tracker.diff(told.weights, 2)
         return told, told.tracker.rollback
+
+    def arrived() -> tuple[Told, Callable[[], object]]:
+        """As an engine whose transport failed after it had sent."""
+        told, call = rollback()
+        lineages[:] = [told.tracker._pending.payload.lineage]  # type: ignore[union-attr]
+        return told, call
+
+    for where, told in every_line(arrived):
+        told.step()
+        assert told.tracker.diff(told.weights, 3).lineage != lineages[0], where
+        told.tracker.rollback()
 
     def diff_in_full() -> tuple[Told, Callable[[], object]]:
         told = Told()
