@@ -1,6 +1,8 @@
-"""Distributed tier, four ranks over gloo: who else writes to a receiver's copy, and when; which of it is noticed, and what becomes of it.
+"""Distributed tier, four ranks over gloo: who else writes to a receiver's copy, and when; which of it is
+noticed, and what becomes of it.
 
-Rank 0 is the source unless the test says otherwise. A copy that was written to is seeded, alone, and the report says why; a copy that
+Rank 0 is the source unless the test says otherwise. A copy that was written to is seeded, alone, and the
+report says why; a copy that
 nobody wrote to is not.
 """
 
@@ -42,7 +44,7 @@ def why(report: dte_dist.SyncReport) -> tuple[Any, ...]:
     return report.version, report.base_version, report.kind, report.reason, report.seeded
 
 
-# Another thread ----------------------------------------------------------------------------------------------------------
+# Another thread ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -102,13 +104,17 @@ def disturbed(rank: int, world: int, moment: str, background: bool, how: str) ->
                 error = caught(call)
         else:
             error = caught(call)
-        seen.append((why(reports[0]) if reports else error, prints(module) if rank != 2 or not error[0] else None))
+        seen.append(
+            (why(reports[0]) if reports else error, prints(module) if rank != 2 or not error[0] else None)
+        )
     return seen
 
 
 @pytest.mark.parametrize("how", ["bits", "the same bits", "memory"])
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-def test_another_thread_writes_while_a_receiver_waits_and_the_same_sync_seeds_it(ranks: Ranks, background: bool, how: str) -> None:
+def test_another_thread_writes_while_a_receiver_waits_and_the_same_sync_seeds_it(
+    ranks: Ranks, background: bool, how: str
+) -> None:
     found = same(ranks.run(disturbed, "while it waits for a source", background, how))
     assert [report for report, _ in found[1:]] == [
         (2, 1, "delta", "", ()), (3, 2, "delta", f"rank 2 seeded: {WRITTEN}", (2,)), (4, 3, "delta", "", ()), (5, 4, "delta", "", ()),
@@ -129,7 +135,12 @@ def test_another_thread_writes_while_a_receiver_writes_and_the_next_sync_seeds_i
     seen = ranks.run(disturbed, moment, background, how)
     _, second, (name, text), fourth, fifth = same([[report for report, _ in found] for found in seen])
     assert second == (2, 1, "delta", "", ())
-    assert name == "ApplyFailed" and "rank 2 of the group" in text and "somebody else wrote" in text and "2.weight" in text
+    assert (
+        name == "ApplyFailed"
+        and "rank 2 of the group" in text
+        and "somebody else wrote" in text
+        and "2.weight" in text
+    )
     assert fourth == (4, 3, "delta", f"rank 2 seeded: {WRITTEN}", (2,)) and fifth == (5, 4, "delta", "", ())
     same([found[2][1] for rank, found in enumerate(seen) if rank != 2])
     same([[bits for _, bits in found[3:]] for found in seen])
@@ -152,7 +163,11 @@ def all_disturbed(rank: int, world: int) -> Any:
 def test_where_all_receivers_are_written_to_while_they_wait_all_are_seeded(ranks: Ranks) -> None:
     reports, _ = same(ranks.run(all_disturbed))
     reason = "; ".join(f"rank {rank} seeded: {WRITTEN}" for rank in (1, 2, 3))
-    assert reports[1:] == [(2, 1, "delta", "", ()), (3, 2, "full", reason, (1, 2, 3)), (4, 3, "delta", "", ())]
+    assert reports[1:] == [
+        (2, 1, "delta", "", ()),
+        (3, 2, "full", reason, (1, 2, 3)),
+        (4, 3, "delta", "", ()),
+    ]
 
 
 def before_a_first_sync(rank: int, world: int) -> Any:
@@ -160,7 +175,9 @@ def before_a_first_sync(rank: int, world: int) -> Any:
     module = model(rank)
     if rank == 2:
         module[2].weight.data = torch.zeros(3, 8)
-        with another_thread(lambda: setattr(module[2].weight, "data", torch.ones(3, 8)), Sync, "_exchange", after=False):
+        with another_thread(
+            lambda: setattr(module[2].weight, "data", torch.ones(3, 8)), Sync, "_exchange", after=False
+        ):
             first = why(sync(module))
     else:
         first = why(sync(module))
@@ -170,10 +187,12 @@ def before_a_first_sync(rank: int, world: int) -> Any:
 
 def test_a_copy_that_changes_before_its_first_seed_comes_is_seeded_where_it_is_then(ranks: Ranks) -> None:
     first, second, before, after = same(ranks.run(before_a_first_sync))
-    assert first[:4] == (1, None, "full", "first sync") and second == (2, 1, "delta", "", ()) and before == after
+    assert (
+        first[:4] == (1, None, "full", "first sync") and second == (2, 1, "delta", "", ()) and before == after
+    )
 
 
-# Between two syncs -------------------------------------------------------------------------------------------------------
+# Between two syncs ------------------------------------------------------------------------------------------
 
 
 def reloaded(rank: int, world: int, grown: bool) -> Any:
@@ -194,7 +213,9 @@ def reloaded(rank: int, world: int, grown: bool) -> Any:
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["outside", "within"])
-def test_a_copy_of_inference_mode_that_is_loaded_again_is_seeded_and_says_so(ranks: Ranks, within: bool) -> None:
+def test_a_copy_of_inference_mode_that_is_loaded_again_is_seeded_and_says_so(
+    ranks: Ranks, within: bool
+) -> None:
     """Called within inference mode or outside of it."""
     frozen, seen = zip(*ranks.run(reloaded, within), strict=True)
     assert frozen == (False, False, True, False)
@@ -205,13 +226,20 @@ def test_a_copy_of_inference_mode_that_is_loaded_again_is_seeded_and_says_so(ran
 
 def fused() -> tuple[Any, Any]:
     """A trainer's projections, and an engine's views of one tensor, with padding."""
-    whole, trained = torch.zeros(16, 6), {"q": torch.randn(6, 6), "k": torch.randn(4, 6), "v": torch.randn(4, 6)}
+    whole, trained = (
+        torch.zeros(16, 6),
+        {"q": torch.randn(6, 6), "k": torch.randn(4, 6), "v": torch.randn(4, 6)},
+    )
     rows = {"q": whole[:6], "k": whole[6:10], "v": whole[10:14]}
-    return Layout.from_tensors(trained), Layout.from_views([(name, view, tuple(view.shape), (0, 0)) for name, view in rows.items()])
+    return Layout.from_tensors(trained), Layout.from_views(
+        [(name, view, tuple(view.shape), (0, 0)) for name, view in rows.items()]
+    )
 
 
 def tied() -> nn.Module:
-    module = nn.ModuleDict({"embed": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 9, bias=False)})
+    module = nn.ModuleDict(
+        {"embed": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 9, bias=False)}
+    )
     module["head"].weight = module["embed"].weight
     return module
 
@@ -246,7 +274,10 @@ def local(tensor: Any) -> torch.Tensor:
 
 def whole(module: Any) -> dict[str, str]:
     """Hash every tensor of a module, put together where it is sharded; on all ranks of the mesh."""
-    return {name: digest(t.full_tensor() if isinstance(t, DTensor) else t) for name, t in module.state_dict().items()}
+    return {
+        name: digest(t.full_tensor() if isinstance(t, DTensor) else t)
+        for name, t in module.state_dict().items()
+    }
 
 
 def placed(kind: str, rank: int) -> Any:
@@ -298,13 +329,15 @@ def test_a_receivers_own_writes_cost_no_seed(ranks: Ranks, kind: str, route: str
     assert all(changed for _, changed in seen)
 
 
-# Several channels --------------------------------------------------------------------------------------------------------
+# Several channels -------------------------------------------------------------------------------------------
 
 Parts = tuple[tuple[int, str], ...]
 
 
 def two_trainers(rank: int, world: int, first: str, second: str, rename: bool) -> Any:
-    """Ranks 0 and 1 train a part each, or parts that overlap; rank 2 receives both into one module. Rank 3 looks on."""
+    """Ranks 0 and 1 train a part each, or parts that overlap; rank 2 receives both into one module. Rank 3
+    looks on.
+    """
     groups, renames = [dist.new_group([0, 2]), dist.new_group([1, 2])], ["of_0.{}".format, "of_1.{}".format]
     letters = (first, second)[rank] if rank < 2 else "".join(sorted({*first, *second}))
     torch.manual_seed(rank)
@@ -317,11 +350,15 @@ def two_trainers(rank: int, world: int, first: str, second: str, rename: bool) -
                     for layer in module.values():
                         layer.weight[step] += 1.0
             if rank in (part, 2):
-                options: dict[str, Any] = {"select": [f"{letter}.*" for letter in (first, second)[part]]} if rank == 2 else {}
+                options: dict[str, Any] = (
+                    {"select": [f"{letter}.*" for letter in (first, second)[part]]} if rank == 2 else {}
+                )
                 if rename:
                     options["rename"] = renames[part]
                 report = sync(module, group, group_src=0, **options)
-                bits = {name: print for name, print in prints(module).items() if name[0] in (first, second)[part]}
+                bits = {
+                    name: print for name, print in prints(module).items() if name[0] in (first, second)[part]
+                }
                 seen.append((part, why(report), bits))
     dist.barrier()
     return seen
@@ -331,13 +368,17 @@ def two_trainers(rank: int, world: int, first: str, second: str, rename: bool) -
 def test_two_channels_onto_different_parts_of_a_module_go_on_by_delta(ranks: Ranks, rename: bool) -> None:
     one, two, both, _ = ranks.run(two_trainers, "a", "bc", rename)
     assert both == [each for pair in zip(one, two, strict=True) for each in pair]
-    assert [report[2:] for _, report, _ in both] == [("full", "first sync", (1,))] * 2 + [("delta", "", ())] * 6
+    assert [report[2:] for _, report, _ in both] == [("full", "first sync", (1,))] * 2 + [
+        ("delta", "", ())
+    ] * 6
 
 
 def test_two_channels_onto_parts_that_overlap_seed_each_time_and_say_which_it_was(ranks: Ranks) -> None:
     one, two, both, _ = ranks.run(two_trainers, "ab", "bc", False)
     assert both == [each for pair in zip(one, two, strict=True) for each in pair]
-    assert [report[2:] for _, report, _ in both[2:]] == [("full", f"rank 1 seeded: {OTHER_CHANNEL}", (1,))] * 6
+    assert [report[2:] for _, report, _ in both[2:]] == [
+        ("full", f"rank 1 seeded: {OTHER_CHANNEL}", (1,))
+    ] * 6
 
 
 def test_two_channels_onto_one_tensor_under_different_names_are_rivals_too(ranks: Ranks) -> None:
@@ -357,7 +398,9 @@ def same_name_elsewhere(rank: int, world: int) -> Any:
             if rank == part:
                 nudge(module, "w.weight", step + 1)
             if rank in (part, 2):
-                options: dict[str, Any] = {"select": [f"{letter}.*"], "rename": lambda name: f"w.{name[2:]}"} if rank == 2 else {}
+                options: dict[str, Any] = (
+                    {"select": [f"{letter}.*"], "rename": lambda name: f"w.{name[2:]}"} if rank == 2 else {}
+                )
                 report = sync(module, group, group_src=0, **options)
                 seen.append((part, why(report), digest(module[letter if rank == 2 else "w"].weight)))
     dist.barrier()
@@ -367,7 +410,9 @@ def same_name_elsewhere(rank: int, world: int) -> Any:
 def test_two_tensors_that_channels_call_alike_are_two(ranks: Ranks) -> None:
     one, two, both, _ = ranks.run(same_name_elsewhere)
     assert both == [each for pair in zip(one, two, strict=True) for each in pair]
-    assert [report[2:] for _, report, _ in both] == [("full", "first sync", (1,))] * 2 + [("delta", "", ())] * 6
+    assert [report[2:] for _, report, _ in both] == [("full", "first sync", (1,))] * 2 + [
+        ("delta", "", ())
+    ] * 6
 
 
 def closed_among_several(rank: int, world: int) -> Any:
@@ -380,19 +425,35 @@ def closed_among_several(rank: int, world: int) -> Any:
             if rank in (part, 2):
                 if rank == 2 and part == 0 and step == 1:
                     dte_dist.close(module, group)
-                seen.append((part, why(sync(module, group, group_src=0, **({"select": ["ab"[part] + ".*"]} if rank == 2 else {})))[2:4]))
+                seen.append(
+                    (
+                        part,
+                        why(
+                            sync(
+                                module,
+                                group,
+                                group_src=0,
+                                **({"select": ["ab"[part] + ".*"]} if rank == 2 else {}),
+                            )
+                        )[2:4],
+                    )
+                )
     dist.barrier()
     return seen
 
 
 def test_closing_the_channel_of_one_part_does_not_forget_the_other(ranks: Ranks) -> None:
     *_, both, _ = ranks.run(closed_among_several)
-    assert [report for part, report in both if part == 1] == [("full", "first sync"), ("delta", ""), ("delta", "")]
+    assert [report for part, report in both if part == 1] == [
+        ("full", "first sync"),
+        ("delta", ""),
+        ("delta", ""),
+    ]
     again = ("full", "rank 1 seeded: it had no version")
     assert [report for part, report in both if part == 0] == [("full", "first sync"), again, ("delta", "")]
 
 
-# Writes that move no counter ---------------------------------------------------------------------------------------------
+# Writes that move no counter --------------------------------------------------------------------------------
 
 
 def unseen(rank: int, world: int, kind: str, group: str) -> Any:
@@ -428,7 +489,9 @@ def unseen(rank: int, world: int, kind: str, group: str) -> Any:
 
 @pytest.mark.parametrize("group", ["none", "said", "left out"])
 @pytest.mark.parametrize("kind", ["receiver", "layout", "into"])
-def test_a_write_through_data_is_not_noticed_and_invalidate_seeds_that_rank_alone(ranks: Ranks, kind: str, group: str) -> None:
+def test_a_write_through_data_is_not_noticed_and_invalidate_seeds_that_rank_alone(
+    ranks: Ranks, kind: str, group: str
+) -> None:
     seen = ranks.run(unseen, kind, group)
     reports = same([[report for report, _ in each] for each in seen])
     assert reports[1:] == [
@@ -491,7 +554,11 @@ def invalidated_in_the_background(rank: int, world: int) -> Any:
 
 def test_invalidate_waits_for_a_sync_in_the_background_and_the_one_after_it_seeds(ranks: Ranks) -> None:
     first, ended, second, _ = same(ranks.run(invalidated_in_the_background))
-    assert first == (2, 1, "delta", "", ()) and ended and second == (3, 2, "delta", f"rank 2 seeded: {INVALIDATED}", (2,))
+    assert (
+        first == (2, 1, "delta", "", ())
+        and ended
+        and second == (3, 2, "delta", f"rank 2 seeded: {INVALIDATED}", (2,))
+    )
 
 
 def invalidated_in_two_groups(rank: int, world: int) -> Any:
@@ -504,7 +571,16 @@ def invalidated_in_two_groups(rank: int, world: int) -> Any:
             dte_dist.invalidate(module, groups[1] if step == 1 else None)
         for part, group in enumerate(groups):
             if rank in (part, 2):
-                seen.append(why(sync(module, group, group_src=0, **({"select": ["ab"[part] + ".*"]} if rank == 2 else {})))[3])
+                seen.append(
+                    why(
+                        sync(
+                            module,
+                            group,
+                            group_src=0,
+                            **({"select": ["ab"[part] + ".*"]} if rank == 2 else {}),
+                        )
+                    )[3]
+                )
     dist.barrier()
     return seen
 
@@ -515,7 +591,7 @@ def test_invalidate_for_one_group_or_for_all(ranks: Ranks) -> None:
     assert both == ["first sync", "first sync", "", reason, reason, reason]
 
 
-# A receiver that asks ----------------------------------------------------------------------------------------------------
+# A receiver that asks ---------------------------------------------------------------------------------------
 
 
 def asked(rank: int, world: int, background: bool, who: tuple[int, ...]) -> Any:
@@ -526,16 +602,24 @@ def asked(rank: int, world: int, background: bool, who: tuple[int, ...]) -> Any:
         if rank in who and step == 2:
             module[2].weight.data[:] = 42.0
         mode = "full" if rank in who and step == 2 else "delta"
-        seen.append(why(sync(module, mode=mode, async_op=True).wait() if background else sync(module, mode=mode)))
+        seen.append(
+            why(sync(module, mode=mode, async_op=True).wait() if background else sync(module, mode=mode))
+        )
     return seen, prints(module)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("who", [(2,), (1, 2, 3)], ids=["one", "all"])
-def test_a_receiver_that_asks_for_everything_gets_it_alone(ranks: Ranks, who: tuple[int, ...], background: bool) -> None:
+def test_a_receiver_that_asks_for_everything_gets_it_alone(
+    ranks: Ranks, who: tuple[int, ...], background: bool
+) -> None:
     seen, _ = same(ranks.run(asked, background, who))
     reason = "; ".join(f'rank {rank} seeded: it asked for mode="full"' for rank in who)
-    assert seen[1:] == [(2, 1, "delta", "", ()), (3, 2, "delta" if who == (2,) else "full", reason, who), (4, 3, "delta", "", ())]
+    assert seen[1:] == [
+        (2, 1, "delta", "", ()),
+        (3, 2, "delta" if who == (2,) else "full", reason, who),
+        (4, 3, "delta", "", ()),
+    ]
 
 
 def asked_with_a_source(rank: int, world: int) -> Any:

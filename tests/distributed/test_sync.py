@@ -882,7 +882,9 @@ def test_two_tensors_of_one_name_are_named_on_every_rank(ranks: Ranks) -> None:
     assert name == "LayoutMismatch" and "'w'" in text and "rank 1" in text and version == 1
 
 
-DISAGREEMENTS = {"bucket_bytes": 4096, "anchor_interval": 5, "timeout": 14.0, "src": 1, "group_src": [0, 1], "name": "x"}
+DISAGREEMENTS = {
+    "bucket_bytes": 4096, "anchor_interval": 5, "verify_interval": 5, "timeout": 14.0, "src": 1, "group_src": [0, 1], "name": "x",
+}  # fmt: skip
 
 
 def disagree(rank: int, world: int, option: str, is_open: bool) -> Any:
@@ -905,7 +907,7 @@ def test_options_that_differ_on_one_rank_are_named_on_every_rank(ranks: Ranks, o
 WRONG: dict[str, dict[str, Any]] = {
     "version 0": {"version": 0}, "version True": {"version": True}, "version text": {"version": "3"}, "version huge": {"version": 1 << 63},
     "mode": {"mode": "half"}, "bucket of 1 byte": {"bucket_bytes": 1}, "bucket text": {"bucket_bytes": "16M"},
-    "anchor 0": {"anchor_interval": 0},
+    "anchor 0": {"anchor_interval": 0}, "verify 0": {"verify_interval": 0}, "verify text": {"verify_interval": "2"},
     "no time": {"timeout": 0}, "time text": {"timeout": "soon"}, "endless time": {"timeout": float("inf")},
     "src outside": {"src": 99}, "group_src outside": {"group_src": 4}, "negative src": {"group_src": -1}, "src twice": {"src": [0, 0]},
     "no src": {"src": []}, "both": {"src": 0, "group_src": 0}, "src text": {"src": "root"},

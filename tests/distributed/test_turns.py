@@ -1,4 +1,5 @@
-"""Distributed tier, four ranks over gloo: calls of several threads on one module take turns, and an interrupted call is known to all.
+"""Distributed tier, four ranks over gloo: calls of several threads on one module take turns, and an
+interrupted call is known to all.
 
 Where the timeout is `LONG`, an end within `SOON` shows that nobody waited for it.
 """
@@ -40,7 +41,7 @@ def why(report: dte_dist.SyncReport) -> tuple[Any, ...]:
     return report.version, report.base_version, report.kind, report.reason, report.seeded
 
 
-# Threads -----------------------------------------------------------------------------------------------------------------
+# Threads ----------------------------------------------------------------------------------------------------
 
 
 def side_by_side(*calls: Callable[[], Any]) -> list[str]:
@@ -84,11 +85,16 @@ def two_threads(rank: int, world: int, how: str) -> Any:
 def test_two_threads_of_each_rank_call_on_one_module(ranks: Ranks, how: str) -> None:
     errors, reports, last, _ = same(ranks.run(two_threads, how, seconds=400))
     assert not errors and last == (61, 60, "delta", "", ())
-    assert reports == [(1, None, "full", "first sync"), *((step, step - 1, "delta", "") for step in range(2, 61))]
+    assert reports == [
+        (1, None, "full", "first sync"),
+        *((step, step - 1, "delta", "") for step in range(2, 61)),
+    ]
 
 
 def some_verify(rank: int, world: int) -> Any:
-    """One thread syncs, another one invalidates on one rank and closes nothing: the copy comes to what it should be."""
+    """One thread syncs, another one invalidates on one rank and closes nothing: the copy comes to what it
+    should be.
+    """
     module = model(rank)
     sync(module, timeout=LONG)
     reasons: list[str] = []
@@ -111,11 +117,17 @@ def some_verify(rank: int, world: int) -> Any:
 
 def test_a_thread_that_invalidates_beside_one_that_syncs(ranks: Ranks) -> None:
     errors, reasons, _ = same(ranks.run(some_verify))
-    assert not errors and {*reasons} <= {"", "rank 2 seeded: dte_dist.invalidate was called for it"} and len({*reasons}) == 2
+    assert (
+        not errors
+        and {*reasons} <= {"", "rank 2 seeded: dte_dist.invalidate was called for it"}
+        and len({*reasons}) == 2
+    )
 
 
 def opposite_orders(rank: int, world: int) -> Any:
-    """Each receiver has two modules, and receives over one group into the one, over the other into the other: of a pair, each is both."""
+    """Each receiver has two modules, and receives over one group into the one, over the other into the other:
+    of a pair, each is both.
+    """
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     one, other = (model(10 * part + rank) for part in range(2))
     seen: list[Any] = [[], []]
@@ -125,7 +137,11 @@ def opposite_orders(rank: int, world: int) -> Any:
         for step in range(20):
             if rank == 0:
                 nudge(module, "0.weight", step % 3)
-            seen[part].append(why(sync(module, groups[part], src=0, timeout=LONG, **({} if rank == 0 else {"into": into})))[:3])
+            seen[part].append(
+                why(sync(module, groups[part], src=0, timeout=LONG, **({} if rank == 0 else {"into": into})))[
+                    :3
+                ]
+            )
 
     errors = side_by_side(lambda: calls(0), lambda: calls(1))
     bits = [prints(one), prints(other)]
@@ -134,10 +150,13 @@ def opposite_orders(rank: int, world: int) -> Any:
 
 def test_threads_with_two_modules_in_opposite_orders_do_not_wait_for_each_other(ranks: Ranks) -> None:
     errors, seen, _ = same(ranks.run(opposite_orders, seconds=300))
-    assert not errors and seen == [[(1, None, "full"), *((step, step - 1, "delta") for step in range(2, 21))]] * 2
+    assert (
+        not errors
+        and seen == [[(1, None, "full"), *((step, step - 1, "delta") for step in range(2, 21))]] * 2
+    )
 
 
-# Calls within calls ------------------------------------------------------------------------------------------------------
+# Calls within calls -----------------------------------------------------------------------------------------
 
 WITHIN: dict[str, Callable[[nn.Module], Any]] = {
     "delta_broadcast": sync,
@@ -167,7 +186,9 @@ def within(rank: int, world: int, what: str, background: bool) -> Any:
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("what", WITHIN)
-def test_a_detector_that_calls_on_its_module_is_refused_and_all_ranks_learn_of_it(ranks: Ranks, what: str, background: bool) -> None:
+def test_a_detector_that_calls_on_its_module_is_refused_and_all_ranks_learn_of_it(
+    ranks: Ranks, what: str, background: bool
+) -> None:
     (name, text), prompt, report, _ = same(ranks.run(within, what, background))
     assert name == "ValueError" and "running in this thread" in text and "rank 0 of the group" in text
     assert prompt and report == (2, 1, "delta", "", ())
@@ -199,7 +220,7 @@ def test_a_detector_may_sync_another_module(ranks: Ranks) -> None:
     assert asked == [(2, 1, "delta", "", ())] and report == (2, 1, "delta", "", ())
 
 
-# Interrupts --------------------------------------------------------------------------------------------------------------
+# Interrupts -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -275,7 +296,9 @@ def interrupted(rank: int, world: int, who: int, place: str, background: bool) -
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_while_a_rank_prepares_is_known_to_the_others_soon(ranks: Ranks, place: str, background: bool) -> None:
+def test_an_interrupt_while_a_rank_prepares_is_known_to_the_others_soon(
+    ranks: Ranks, place: str, background: bool
+) -> None:
     """Nobody waits for the timeout. The next calls of all go on, and lose nothing."""
     who, where = PLACES[place]
     first, rest = zip(*ranks.run(interrupted, who, where, background), strict=True)
@@ -339,7 +362,9 @@ def interrupted_start(rank: int, world: int, who: int, started: bool) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 2], ids=["on the source", "on a receiver"])
-def test_an_interrupt_between_the_making_of_a_work_and_its_start_is_known_to_the_others(ranks: Ranks, who: int) -> None:
+def test_an_interrupt_between_the_making_of_a_work_and_its_start_is_known_to_the_others(
+    ranks: Ranks, who: int
+) -> None:
     first, rest = zip(*ranks.run(interrupted_start, who, False), strict=True)
     assert first[who] == ("Interrupt", "at the start", True)
     name, text, soon = same([each for rank, each in enumerate(first) if rank != who])

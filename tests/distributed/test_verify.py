@@ -1,6 +1,8 @@
-"""Distributed tier, four ranks over gloo: `dte_dist.verify` says equal where bits are equal, and names what is not, in every layout.
+"""Distributed tier, four ranks over gloo: `dte_dist.verify` says equal where bits are equal, and names what
+is not, in every layout.
 
-A verification reads; a bit that is flipped behind the back of everything, through `.data`, is found, and the next sync seeds that rank.
+A verification reads; a bit that is flipped behind the back of everything, through `.data`, is found, and the
+next sync seeds that rank.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def why(report: dte_dist.SyncReport) -> tuple[Any, ...]:
     return report.version, report.kind, report.reason, report.seeded
 
 
-# Layouts -----------------------------------------------------------------------------------------------------------------
+# Layouts ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -76,16 +78,25 @@ class Side:
 
 
 def flip(tensor: Tensor, place: int, bit: int = -1) -> None:
-    """Flip one bit behind everybody's back: no counter moves. By default one that a cast to half the width keeps."""
+    """Flip one bit behind everybody's back: no counter moves. By default one that a cast to half the width
+    keeps.
+    """
     width = 8 * tensor.element_size()
     bits = tensor.data.view(BITS[tensor.element_size()])  # as it lies: of any strides
-    at = tuple(int(index) for index in torch.unravel_index(torch.tensor(place % bits.numel()), bits.shape)) if bits.dim() else ()
+    at = (
+        tuple(int(index) for index in torch.unravel_index(torch.tensor(place % bits.numel()), bits.shape))
+        if bits.dim()
+        else ()
+    )
     mask = 1 << ((0 if tensor.dtype == torch.bool else width - 8) if bit < 0 else bit)
     bits[at] ^= torch.tensor(mask, dtype=torch.uint64).view(torch.int64).to(bits.dtype)
 
 
 def locals_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: t._local_tensor if isinstance(t, DTensor) else t for name, t in module.state_dict(keep_vars=True).items()}
+    return {
+        name: t._local_tensor if isinstance(t, DTensor) else t
+        for name, t in module.state_dict(keep_vars=True).items()
+    }
 
 
 def plain(rank: int, world: int) -> Side:
@@ -117,7 +128,10 @@ def fsdp2_casts(rank: int, world: int) -> Side:
 
 def hsdp(rank: int, world: int) -> Side:
     """All ranks train, replicas of each other in pairs, and hold a whole copy each."""
-    module, copy = sharded_model(1, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))), model(10 + rank)
+    module, copy = (
+        sharded_model(1, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
+        model(10 + rank),
+    )
     return Side(module, locals_of(module), locals_of(copy), {"into": copy}, (0, 1, 2, 3))
 
 
@@ -139,7 +153,11 @@ def sharded_receivers(dim: int) -> Callable[[int, int], Side]:
 
 def partial(rank: int, world: int) -> Side:
     module, select = model(rank), {2: ["0.*"], 3: ["2.weight", "steps"]}.get(rank)
-    held = {name: t for name, t in locals_of(module).items() if select is None or name in select or name[:2] + "*" in select}
+    held = {
+        name: t
+        for name, t in locals_of(module).items()
+        if select is None or name in select or name[:2] + "*" in select
+    }
     return Side(module, locals_of(module), held, {} if select is None else {"select": select})
 
 
@@ -164,13 +182,17 @@ def fused(rank: int, world: int) -> Side:
     for name in ("qkv", "vkq", "kqv")[rank - 1]:
         held[name] = whole[first : first + (6 if name == "q" else 4)]
         first += len(held[name])
-    return Side(Layout.from_views([(name, view, tuple(view.shape), (0, 0)) for name, view in held.items()]), {}, held)
+    return Side(
+        Layout.from_views([(name, view, tuple(view.shape), (0, 0)) for name, view in held.items()]), {}, held
+    )
 
 
 def tied(rank: int, world: int) -> Side:
     """The trainer ties two tensors; of the receivers one does, too."""
     torch.manual_seed(rank)
-    module = nn.ModuleDict({"embed": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 9, bias=False)})
+    module = nn.ModuleDict(
+        {"embed": nn.Embedding(9, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 9, bias=False)}
+    )
     if rank in (0, 2):
         module["head"].weight = module["embed"].weight
     held = locals_of(module)
@@ -184,7 +206,13 @@ def all_dtypes(rank: int, world: int) -> Side:
     generator, tensors = torch.Generator().manual_seed(rank), {}
     for name, dtype in sorted(DTYPES.items()):
         for shape, shown in (((7, 3), "some"), ((0, 4), "none"), ((), "one")):
-            noise = torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+            noise = torch.randint(
+                0,
+                2 if dtype == torch.bool else 256,
+                (*shape, dtype.itemsize),
+                dtype=torch.uint8,
+                generator=generator,
+            )
             tensors[f"{name}.{shown}"] = noise.view(dtype).view(shape)
         tensors[f"{name}.turned"] = tensors[f"{name}.some"].clone().t()
     return Side(Layout.from_tensors(tensors), tensors, tensors)
@@ -219,7 +247,9 @@ def after_every_kind(rank: int, world: int, kind: str) -> Any:
         before = dte_dist.verify(side.target) if step else None
         report = call(side, **how)
         after = dte_dist.verify(side.target)
-        seen.append((why(report), before and found(before), found(after), after.equal, str(after).split(",")[0]))
+        seen.append(
+            (why(report), before and found(before), found(after), after.equal, str(after).split(",")[0])
+        )
         total = torch.tensor(moved)
         dist.all_reduce(total)
         if before is not None:
@@ -230,7 +260,9 @@ def after_every_kind(rank: int, world: int, kind: str) -> Any:
 
 @layouts
 def test_equal_after_every_kind_of_sync(ranks: Ranks, kind: str) -> None:
-    """Before a sync what moved since the last one is counted; after it nothing has, and all receivers are equal."""
+    """Before a sync what moved since the last one is counted; after it nothing has, and all receivers are
+    equal.
+    """
     seen, receivers, slots, tensors = same(ranks.run(after_every_kind, kind))
     assert tensors == slots
     for step, (report, before, after, equal, text) in enumerate(seen):
@@ -250,15 +282,29 @@ def flipped(rank: int, world: int, kind: str) -> Any:
     mine = [name for name, tensor in side.held.items() if tensor.numel()] if rank in side.receivers else []
     dist.all_gather_object(held, mine)
     seen = []
-    victims = [(who, name) for who in side.receivers for name in (held[who] if len(held[who]) < 20 else held[who][who::11])]
+    victims = [
+        (who, name)
+        for who in side.receivers
+        for name in (held[who] if len(held[who]) < 20 else held[who][who::11])
+    ]
     for number, (who, name) in enumerate(victims):
         if rank == who:
             tensor = side.held[name]
-            flip(tensor, 7 * number, number % (1 if tensor.dtype == torch.bool else 8 * tensor.element_size()))
+            flip(
+                tensor, 7 * number, number % (1 if tensor.dtype == torch.bool else 8 * tensor.element_size())
+            )
         report = dte_dist.verify(side.target)
-        again = why(call(side, route=("broadcast", "p2p")[number % 2])) if number % 3 == 0 or number == len(victims) - 1 else None
-        if again is None and rank == who:  # flip it back, and let the rank be what it was: most of the time goes into seeds
-            flip(tensor, 7 * number, number % (1 if tensor.dtype == torch.bool else 8 * tensor.element_size()))
+        again = (
+            why(call(side, route=("broadcast", "p2p")[number % 2]))
+            if number % 3 == 0 or number == len(victims) - 1
+            else None
+        )
+        if (
+            again is None and rank == who
+        ):  # flip it back, and let the rank be what it was: most of the time goes into seeds
+            flip(
+                tensor, 7 * number, number % (1 if tensor.dtype == torch.bool else 8 * tensor.element_size())
+            )
         seen.append((who, name, found(report), report.equal, str(report), again))
         if again is None:
             seen[-1] = (*seen[-1][:-1], why(call(side)))
@@ -267,13 +313,23 @@ def flipped(rank: int, world: int, kind: str) -> Any:
 
 
 @layouts
-def test_a_single_flipped_bit_is_found_and_named_and_the_next_sync_seeds_exactly_that_rank(ranks: Ranks, kind: str) -> None:
+def test_a_single_flipped_bit_is_found_and_named_and_the_next_sync_seeds_exactly_that_rank(
+    ranks: Ranks, kind: str
+) -> None:
     seen, receivers = same(ranks.run(flipped, kind))
     assert seen and {who for who, *_ in seen} == {*receivers}
     for who, name, report, equal, text, again, mended in seen:
         others = tuple(rank for rank in receivers if rank != who)
-        assert not equal and report[1:] == (1, name.replace("head.weight", "embed.weight"), (who,), receivers, 0), (who, name, report)
-        assert f"1 of {text.split(' of ')[1].split(' ')[0]} tensors differ" in text and repr(report[2]) in text
+        assert not equal and report[1:] == (
+            1,
+            name.replace("head.weight", "embed.weight"),
+            (who,),
+            receivers,
+            0,
+        ), (who, name, report)
+        assert (
+            f"1 of {text.split(' of ')[1].split(' ')[0]} tensors differ" in text and repr(report[2]) in text
+        )
         assert again[1:] == ("delta" if others else "full", f"rank {who} seeded: {DIFFERENT}", (who,)), again
         assert mended
 
@@ -297,7 +353,10 @@ def two_at_once(rank: int, world: int) -> Any:
 def test_several_tensors_on_several_receivers(ranks: Ranks) -> None:
     (first, text), again, second = same(ranks.run(two_at_once))[0]
     assert first == (1, 2, "0.bias", (1, 3), (1, 2, 3), 0)
-    assert text == "v1: 2 of 6 tensors differ, first '0.bias', on rank 1, 3 (of 1, 2, 3); sources: 0 shards moved since"
+    assert (
+        text
+        == "v1: 2 of 6 tensors differ, first '0.bias', on rank 1, 3 (of 1, 2, 3); sources: 0 shards moved since"
+    )
     reason = f"rank 1 seeded: {DIFFERENT}; rank 3 seeded: {DIFFERENT}"
     assert again == (2, "delta", reason, (1, 3)) and second == (2, 0, None, (), (1, 2, 3), 0)
 
@@ -327,7 +386,7 @@ def test_what_sums_do_not_see_is_found(ranks: Ranks) -> None:
     assert same(ranks.run(zeros_moved)) == [(1, "w", (2,))] * 3 + [(1, "v", (2,))]
 
 
-# Sources -----------------------------------------------------------------------------------------------------------------
+# Sources ----------------------------------------------------------------------------------------------------
 
 
 def moved(rank: int, world: int) -> Any:
@@ -359,7 +418,9 @@ def test_moved_counts_what_was_trained_since_and_what_a_detector_forgot(ranks: R
 
 
 def no_version(rank: int, world: int) -> Any:
-    """A receiver that distrusts its copy, and sources whose last sync failed, have nothing to be compared with."""
+    """A receiver that distrusts its copy, and sources whose last sync failed, have nothing to be compared
+    with.
+    """
     module, seen = model(rank), []
     sync(module)
     if rank == 2:
@@ -378,10 +439,17 @@ def test_receivers_without_a_version_are_not_compared(ranks: Ranks) -> None:
     assert partly == (1, 0, None, (), (1, 3), 0) and error == "VersionReplay"
     assert nothing == (None, 0, None, (), (), 0) and equal
     assert text == "no version: 0 of 6 tensors differ (ranks none); sources: 0 shards moved since"
-    assert again == ("full", "no version since a sync broke off", (1, 2, 3)) and after == (2, 0, None, (), (1, 2, 3), 0)
+    assert again == ("full", "no version since a sync broke off", (1, 2, 3)) and after == (
+        2,
+        0,
+        None,
+        (),
+        (1, 2, 3),
+        0,
+    )
 
 
-# On all ranks or on none -------------------------------------------------------------------------------------------------
+# On all ranks or on none ------------------------------------------------------------------------------------
 
 
 def not_open(rank: int, world: int) -> Any:
@@ -391,13 +459,20 @@ def not_open(rank: int, world: int) -> Any:
     errors += [caught(lambda: dte_dist.verify(module)), caught(lambda: dte_dist.verify(model(rank), group))]
     good = dte_dist.verify(module, group).equal
     dte_dist.close(module, group)
-    errors += [caught(lambda: dte_dist.verify(module, group)), *(caught(lambda no=no: dte_dist.verify(no)) for no in (None, 3, {}, "w"))]
+    errors += [
+        caught(lambda: dte_dist.verify(module, group)),
+        *(caught(lambda no=no: dte_dist.verify(no)) for no in (None, 3, {}, "w")),
+    ]
     return good, errors
 
 
 def test_without_a_channel_it_is_a_value_error(ranks: Ranks) -> None:
     good, errors = same(ranks.run(not_open))
-    assert good and {name for name, _ in errors} == {"ValueError"} and all("no open channel" in text for _, text in errors)
+    assert (
+        good
+        and {name for name, _ in errors} == {"ValueError"}
+        and all("no open channel" in text for _, text in errors)
+    )
 
 
 def crossed(rank: int, world: int, who: int, background: bool) -> Any:
@@ -417,9 +492,15 @@ def crossed(rank: int, world: int, who: int, background: bool) -> Any:
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("who", [0, 2], ids=["the source verifies", "a receiver verifies"])
-def test_a_verification_that_meets_a_sync_is_one_error_on_all_and_the_channel_goes_on(ranks: Ranks, who: int, background: bool) -> None:
+def test_a_verification_that_meets_a_sync_is_one_error_on_all_and_the_channel_goes_on(
+    ranks: Ranks, who: int, background: bool
+) -> None:
     (name, text), broken, report, verified, _ = same(ranks.run(crossed, who, background))
-    assert name == "LayoutMismatch" and "ranks make different calls" in text and f"dte_dist.verify on rank {who}" in text
+    assert (
+        name == "LayoutMismatch"
+        and "ranks make different calls" in text
+        and f"dte_dist.verify on rank {who}" in text
+    )
     assert not broken and report == (2, "delta", "", ()) and verified == (2, 0, None, (), (1, 2, 3), 0)
 
 
@@ -428,13 +509,22 @@ def crossed_on_p2p(rank: int, world: int) -> Any:
     weights = {f"w{index:03}": torch.full((64,), float(rank)) for index in range(200)}
     layout = Layout.from_tensors(weights)
     sync(layout, bucket_bytes=64, route="p2p")
-    error = caught((lambda: dte_dist.verify(layout)) if rank == 2 else (lambda: sync(layout, bucket_bytes=64, route="p2p")))
+    error = caught(
+        (lambda: dte_dist.verify(layout))
+        if rank == 2
+        else (lambda: sync(layout, bucket_bytes=64, route="p2p"))
+    )
     return error, why(sync(layout, bucket_bytes=64, route="p2p")), dte_dist.verify(layout).equal
 
 
 def test_a_verification_that_meets_a_sync_of_many_frames(ranks: Ranks) -> None:
     (name, text), report, equal = same(ranks.run(crossed_on_p2p))
-    assert name == "LayoutMismatch" and "ranks make different calls" in text and report == (2, "delta", "", ()) and equal
+    assert (
+        name == "LayoutMismatch"
+        and "ranks make different calls" in text
+        and report == (2, "delta", "", ())
+        and equal
+    )
 
 
 def failing(rank: int, world: int, who: int, interval: int | None) -> Any:
@@ -449,14 +539,20 @@ def failing(rank: int, world: int, who: int, interval: int | None) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if rank == who:
             patch.setattr(verification, "digests", fail)
-        error = caught((lambda: dte_dist.verify(module)) if interval is None else (lambda: sync(module, verify_interval=interval)))
+        error = caught(
+            (lambda: dte_dist.verify(module))
+            if interval is None
+            else (lambda: sync(module, verify_interval=interval))
+        )
     report = sync(module, verify_interval=interval)
     return error, why(report), dte_dist.verify(module).equal, prints(module)
 
 
 @pytest.mark.parametrize("interval", [None, 2], ids=["verify", "verify_interval"])
 @pytest.mark.parametrize("who", [0, 2], ids=["on the source", "on a receiver"])
-def test_an_error_while_one_rank_digests_is_raised_on_all(ranks: Ranks, who: int, interval: int | None) -> None:
+def test_an_error_while_one_rank_digests_is_raised_on_all(
+    ranks: Ranks, who: int, interval: int | None
+) -> None:
     (name, text), report, equal, _ = same(ranks.run(failing, who, interval))
     assert name == "SyncFailed" and "MemoryError: no room" in text and f"rank {who} of the group" in text
     assert report[0] == (2 if interval is None else 3) and report[1:] == ("delta", "", ()) and equal
@@ -484,7 +580,9 @@ def interrupted(rank: int, world: int) -> Any:
     return error, (prompt, closed[0], why(sync(module)), dte_dist.verify(module).equal, prints(module))
 
 
-def test_an_interrupt_of_a_verification_is_known_to_the_others_and_the_next_sync_opens_a_channel(ranks: Ranks) -> None:
+def test_an_interrupt_of_a_verification_is_known_to_the_others_and_the_next_sync_opens_a_channel(
+    ranks: Ranks,
+) -> None:
     errors, found_by_all = zip(*ranks.run(interrupted), strict=True)
     assert errors[2] == ("KeyboardInterrupt", "")
     name, text = same([error for rank, error in enumerate(errors) if rank != 2])
@@ -509,7 +607,7 @@ def test_a_channel_that_another_rank_closed(ranks: Ranks) -> None:
     assert same(list(reports)) == ("delta", "rank 2 seeded: it had no version", (2,)) and all(equal)
 
 
-# With syncs --------------------------------------------------------------------------------------------------------------
+# With syncs -------------------------------------------------------------------------------------------------
 
 
 def at_intervals(rank: int, world: int, every: int, how: str) -> Any:
@@ -557,7 +655,11 @@ def unlike(rank: int, world: int, is_open: bool) -> Any:
 @pytest.mark.parametrize("is_open", [False, True], ids=["opening", "open"])
 def test_intervals_that_differ_are_refused(ranks: Ranks, is_open: bool) -> None:
     (name, text), version = same(ranks.run(unlike, is_open))
-    assert name == ("ValueError" if is_open else "LayoutMismatch") and "verify_interval" in text and version == 1 + is_open
+    assert (
+        name == ("ValueError" if is_open else "LayoutMismatch")
+        and "verify_interval" in text
+        and version == 1 + is_open
+    )
 
 
 def in_the_background(rank: int, world: int) -> Any:
@@ -580,7 +682,9 @@ def test_it_waits_for_a_sync_in_the_background(ranks: Ranks) -> None:
 
 
 def into_one_copy(rank: int, world: int) -> Any:
-    """Ranks 0 and 1 train a model each, rank 2 receives both into one; a verification of one waits for a sync of the other."""
+    """Ranks 0 and 1 train a model each, rank 2 receives both into one; a verification of one waits for a sync
+    of the other.
+    """
     near, far = dist.new_group([0, 2]), dist.new_group([1, 2])
     if rank == 3:
         dist.barrier()

@@ -13,7 +13,8 @@ class Interrupt(KeyboardInterrupt):
 
 
 def interrupted(call: Callable[[], object], number: int, *files: str) -> str | None:
-    """Call something, and raise before line number `number`, counted from 1, of all that it executes in some files.
+    """Call something, and raise before line number `number`, counted from 1, of all that it executes in some
+    files.
 
     Args:
         call: what to interrupt.
@@ -45,7 +46,9 @@ def interrupted(call: Callable[[], object], number: int, *files: str) -> str | N
     return None
 
 
-def at_every_line(start: Callable[[], Callable[[], object]], *files: str, most: int = 20_000) -> Iterator[str]:
+def at_every_line(
+    start: Callable[[], Callable[[], object]], *files: str, most: int = 20_000
+) -> Iterator[str]:
     """Interrupt a call at each of its lines, one after the other, and yield where.
 
     Args:

@@ -1,4 +1,4 @@
-"""Unit tier, no ranks: digests of tensors against a reference in plain numpy, whoever holds which part of them."""
+"""Unit tier, no ranks: digests of tensors against plain numpy, whoever holds which part of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 
 
 def reference(bits: np.ndarray, places: Any = None) -> int:
-    """Digest elements as docs/protocol.md hashes them: the n-th of a tensor is in place n, unless told otherwise."""
+    """Digest elements as docs/protocol.md hashes them: the n-th of a tensor is in place n, unless told
+    otherwise.
+    """
     words = bits.view(f"u{bits.itemsize}").astype(np.uint64)
     place = np.arange(len(words), dtype=np.uint64) if places is None else np.asarray(places, np.uint64)
     x = words + (place + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -62,26 +64,39 @@ def added(values: list[int]) -> int:
 
 
 def test_the_reference_says_what_the_checksum_of_a_frame_says() -> None:
-    """The hash is the one of docs/protocol.md: over words of 8 bytes, a digest and a checksum are one number."""
+    """The hash is the one of docs/protocol.md: over words of 8 bytes, a digest and a checksum are one number.
+    """
     frame = random_bits(1000, 8, seed=5)
-    assert own_digests([frame]).tolist() == [reference(frame.numpy())] == [kernels.on("cpu").checksum(frame.view(torch.uint8), -1)]
+    assert (
+        own_digests([frame]).tolist()
+        == [reference(frame.numpy())]
+        == [kernels.on("cpu").checksum(frame.view(torch.uint8), -1)]
+    )
     assert reference(np.array([7], np.uint8)) == 1348100354356037461, "worked out by hand"
 
 
-# One rank ----------------------------------------------------------------------------------------------------------------
+# One rank ---------------------------------------------------------------------------------------------------
 
 
 @widths
 def test_own_digests_of_all_kinds_of_tensors(kernel: ModuleType, width: int) -> None:
-    """Misaligned, empty, of no dimension, transposed, sliced, permuted; NaNs and negative zeros among their bits."""
+    """Misaligned, empty, of no dimension, transposed, sliced, permuted; NaNs and negative zeros among their
+    bits.
+    """
     tensors = make_tensors(width)
     assert own_digests(tensors).tolist() == references(tensors, width)
     assert {tensor._version for tensor in tensors} == {0}
 
 
 def test_own_digests_of_tensors_of_several_widths_in_any_order(kernel: ModuleType) -> None:
-    tensors = [tensor for group in zip(*(make_tensors(width, seed=width) for width in BITS), strict=True) for tensor in group]
-    assert own_digests(tensors).tolist() == [digest for tensor in tensors for digest in references([tensor], tensor.element_size())]
+    tensors = [
+        tensor
+        for group in zip(*(make_tensors(width, seed=width) for width in BITS), strict=True)
+        for tensor in group
+    ]
+    assert own_digests(tensors).tolist() == [
+        digest for tensor in tensors for digest in references([tensor], tensor.element_size())
+    ]
     assert own_digests([]).tolist() == []
 
 
@@ -95,14 +110,18 @@ DTYPES = [
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (5, 0), (7,), (3, 5)], ids=str)
-def test_a_digest_says_the_bits_whatever_the_dtype(kernel: ModuleType, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_digest_says_the_bits_whatever_the_dtype(
+    kernel: ModuleType, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     bits = random_bits(prod(shape), dtype.itemsize, seed=3)
     if dtype is torch.bool:
         bits = bits & 1
     tensor = bits.view(dtype).view(shape)
     assert own_digests([tensor]).tolist() == [reference(bits.numpy())]
     if len(shape) > 1:
-        assert own_digests([tensor.t()]).tolist() == [reference(tensor.t().contiguous().view(-1).view(BITS[dtype.itemsize]).numpy())]
+        assert own_digests([tensor.t()]).tolist() == [
+            reference(tensor.t().contiguous().view(-1).view(BITS[dtype.itemsize]).numpy())
+        ]
 
 
 def test_an_inference_tensor_and_one_that_requires_grad(kernel: ModuleType) -> None:
@@ -141,7 +160,9 @@ CHANGES = {
     "rows move": lambda tensor: tensor.copy_(tensor.roll(1, 0)),
     "columns move": lambda tensor: tensor.copy_(tensor.roll(1, 1)),
     "it is transposed": lambda tensor: tensor.copy_(tensor.t().clone()),
-    "one up and one down": lambda tensor: tensor.view(torch.int64).view(-1)[3:91:87].add_(torch.tensor([1, -1])),
+    "one up and one down": lambda tensor: (
+        tensor.view(torch.int64).view(-1)[3:91:87].add_(torch.tensor([1, -1]))
+    ),
     "a zero becomes negative": lambda tensor: put(tensor, 0, -(1 << 63)),
     "a NaN becomes another NaN": lambda tensor: put(tensor, 1, 0x7FF8000000000001),
 }
@@ -185,13 +206,19 @@ def test_a_tensor_of_many_chunks_on_several_threads() -> None:
     try:
         for threads in (1, 4):
             torch.set_num_threads(threads)
-            assert own_digests([bits[:1], bits[1:], bits[:0]]).tolist() == [reference(bits[:1].numpy()), reference(bits[1:].numpy()), 0]
+            assert own_digests([bits[:1], bits[1:], bits[:0]]).tolist() == [
+                reference(bits[:1].numpy()),
+                reference(bits[1:].numpy()),
+                0,
+            ]
     finally:
         torch.set_num_threads(before)
 
 
 def test_threads_that_ask_for_the_same_table_at_once_get_one_that_stays() -> None:
-    """A table is made when it is first asked for, by whichever thread that is; the loops go on with its address."""
+    """A table is made when it is first asked for, by whichever thread that is; the loops go on with its
+    address.
+    """
     before = sys.getswitchinterval()
     try:
         sys.setswitchinterval(1e-6)
@@ -203,13 +230,15 @@ def test_threads_that_ask_for_the_same_table_at_once_get_one_that_stays() -> Non
         sys.setswitchinterval(before)
 
 
-# Spaces of others --------------------------------------------------------------------------------------------------------
+# Spaces of others -------------------------------------------------------------------------------------------
 
 
 @some
 @given(st.data())
 def test_every_piece_of_a_receiver_gets_what_a_source_has_of_it(data: st.DataObject) -> None:
-    """Any blocks on both sides; each element at the place that it has in the receiver's piece, wherever in the source it is."""
+    """Any blocks on both sides; each element at the place that it has in the receiver's piece, wherever in
+    the source it is.
+    """
     shapes, source, receiver = data.draw(pairs_of_spaces())
     remaps = build_remaps(source, receiver)
     for width in BITS:
@@ -217,7 +246,13 @@ def test_every_piece_of_a_receiver_gets_what_a_source_has_of_it(data: st.DataObj
         held = {}
         for piece, tensor in zip(source.pieces, flat.tensors, strict=True):
             bits = tensor.contiguous().view(-1).tolist()
-            held |= dict(zip(((piece.slot, at) for at in piece.block.global_indices(shapes[piece.slot]).tolist()), bits, strict=True))
+            held |= dict(
+                zip(
+                    ((piece.slot, at) for at in piece.block.global_indices(shapes[piece.slot]).tolist()),
+                    bits,
+                    strict=True,
+                )
+            )
         expected = []
         for piece in receiver.pieces:
             indices = piece.block.global_indices(shapes[piece.slot]).tolist()
@@ -233,7 +268,9 @@ def test_every_piece_of_a_receiver_gets_what_a_source_has_of_it(data: st.DataObj
 
 @st.composite
 def cut_models(draw: Any) -> tuple[list[tuple[int, ...]], list[FlatSpace], FlatSpace]:
-    """Draw shapes, the spaces of sources that together hold every element once, and the space of a receiver of any blocks."""
+    """Draw shapes, the spaces of sources that together hold every element once, and the space of a receiver
+    of any blocks.
+    """
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=3))
     shards: list[list[Piece]] = []
     for slot, shape in enumerate(shapes):
@@ -245,27 +282,47 @@ def cut_models(draw: Any) -> tuple[list[tuple[int, ...]], list[FlatSpace], FlatS
                 held.add(indices)
                 shards[rank].append(Piece(slot, len(shards[rank]), block))
     receiver = [Piece(slot, slot, draw(blocks(shape))) for slot, shape in enumerate(shapes)]
-    return shapes, [FlatSpace.of(2, Pieces.of(pieces)) for pieces in shards], FlatSpace.of(2, Pieces.of(receiver))
+    return (
+        shapes,
+        [FlatSpace.of(2, Pieces.of(pieces)) for pieces in shards],
+        FlatSpace.of(2, Pieces.of(receiver)),
+    )
 
 
 @some
 @given(cut_models(), st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_the_digests_of_all_shards_add_up_to_those_of_the_whole_tensors_and_of_any_other_layout(drawn: Any, width: int, flip: bool) -> None:
+def test_the_digests_of_all_shards_add_up_to_those_of_the_whole_tensors_and_of_any_other_layout(
+    drawn: Any, width: int, flip: bool
+) -> None:
     """And no longer do once a bit of a shard is another one."""
     shapes, sources, receiver = drawn
     wholes = [random_bits(prod(shape), width, seed=slot) for slot, shape in enumerate(shapes)]
     flats = []
     for source in sources:
-        parts = [wholes[piece.slot][torch.from_numpy(piece.block.global_indices(shapes[piece.slot]))] for piece in source.pieces]
-        flats.append(FlatTensors([part.view(piece.block.shape) for piece, part in zip(source.pieces, parts, strict=True)], width))
+        parts = [
+            wholes[piece.slot][torch.from_numpy(piece.block.global_indices(shapes[piece.slot]))]
+            for piece in source.pieces
+        ]
+        flats.append(
+            FlatTensors(
+                [part.view(piece.block.shape) for piece, part in zip(source.pieces, parts, strict=True)],
+                width,
+            )
+        )
     full = whole_space(width, *shapes)
-    held = [wholes[piece.slot][torch.from_numpy(piece.block.global_indices(shapes[piece.slot]))] for piece in receiver.pieces]
+    held = [
+        wholes[piece.slot][torch.from_numpy(piece.block.global_indices(shapes[piece.slot]))]
+        for piece in receiver.pieces
+    ]
     expected = [own_digests([whole for whole in wholes if len(whole)]), own_digests(held)]
 
     def found() -> list[list[int]]:
         """Each element is read once, for both spaces."""
         spaces = [(full, source) for source in sources], [(receiver, source) for source in sources]
-        tables = [[(build_remaps(source, other), other.starts) for other, source in space] for space in zip(*spaces, strict=True)]
+        tables = [
+            [(build_remaps(source, other), other.starts) for other, source in space]
+            for space in zip(*spaces, strict=True)
+        ]
         every = [digests(flat, both) for flat, both in zip(flats, tables, strict=True)]
         return [np.sum(each, axis=0, dtype=np.int64).tolist() for each in zip(*every, strict=True)]
 
@@ -277,7 +334,12 @@ def test_the_digests_of_all_shards_add_up_to_those_of_the_whole_tensors_and_of_a
 
 def test_tables_of_a_tied_tensor_and_of_regions_in_another_order(kernel: ModuleType) -> None:
     source = whole_space(4, (3,), (8, 6), (2,))
-    rows = space_of(4, (1, Block.rectangle((6, 0), (2, 6))), (1, Block.rectangle((0, 0), (3, 6))), (1, Block.whole((8, 6))))
+    rows = space_of(
+        4,
+        (1, Block.rectangle((6, 0), (2, 6))),
+        (1, Block.rectangle((0, 0), (3, 6))),
+        (1, Block.whole((8, 6))),
+    )
     bits = random_bits(source.numel, 4)
     whole = bits[3:51].view(8, 6)
     expected = references([whole[6:], whole[:3], whole], 4)
@@ -287,7 +349,9 @@ def test_tables_of_a_tied_tensor_and_of_regions_in_another_order(kernel: ModuleT
 
 
 def test_empty_pieces_and_empty_spaces(kernel: ModuleType) -> None:
-    """A piece of no elements has the digest 0, and takes none of its neighbours' elements, wherever it stands."""
+    """A piece of no elements has the digest 0, and takes none of its neighbours' elements, wherever it
+    stands.
+    """
     flat = FlatTensors([torch.ones(3), torch.ones(0), torch.zeros(0, 4), torch.ones(2), torch.ones(0)], 4)
     (found,) = digests(flat, [([Identity(5)], flat.starts)])
     assert found.tolist() == [reference(np.ones(3, np.float32)), 0, 0, reference(np.ones(2, np.float32)), 0]
@@ -297,14 +361,22 @@ def test_empty_pieces_and_empty_spaces(kernel: ModuleType) -> None:
     assert digests(flat, []) == []
 
 
-@pytest.mark.parametrize("sizes", [(np.int32, np.int64, 2), (np.int64, np.int32, 2), (np.int64, np.int64, 3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(np.int32, np.int64, 2), (np.int64, np.int32, 2), (np.int64, np.int64, 3)], ids=str
+)
 def test_sums_that_do_not_fit_are_refused_before_a_loop_writes_to_them(sizes: Any) -> None:
     starts, sums, pieces = sizes
     with pytest.raises(ValueError, match="int64 starts and sums"):
-        cpu_remap.digest(Identity(4), 0, torch.zeros(4, dtype=torch.int32), np.array([0, 2, 4], starts), np.zeros(pieces, sums))
+        cpu_remap.digest(
+            Identity(4),
+            0,
+            torch.zeros(4, dtype=torch.int32),
+            np.array([0, 2, 4], starts),
+            np.zeros(pieces, sums),
+        )
 
 
-# Casts -------------------------------------------------------------------------------------------------------------------
+# Casts ------------------------------------------------------------------------------------------------------
 
 CASTS = [
     (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float64, torch.float32), (torch.bfloat16, torch.float32),
@@ -314,9 +386,17 @@ CASTS = [
 
 @pytest.mark.parametrize(("own", "wire"), CASTS, ids=str)
 def test_what_is_digested_is_what_would_be_sent(own: torch.dtype, wire: torch.dtype) -> None:
-    """A source that sends a cast digests the cast, tensor by tensor, strided ones too; a receiver has the same digest of what it holds."""
+    """A source that sends a cast digests the cast, tensor by tensor, strided ones too; a receiver has the
+    same digest of what it holds.
+    """
     finite = torch.linspace(-100, 100, 300, dtype=torch.float64).to(own)
-    tensors = [finite[:100].view(10, 10), finite[100:101], finite[101:101], finite[101:].view(-1, 199)[:, ::2], finite[:96].view(8, 12).t()]
+    tensors = [
+        finite[:100].view(10, 10),
+        finite[100:101],
+        finite[101:101],
+        finite[101:].view(-1, 199)[:, ::2],
+        finite[:96].view(8, 12).t(),
+    ]
     cast = [tensor.contiguous().view(-1).to(wire).view(tensor.shape) for tensor in tensors]
     flat = LiveSpace(FlatTensors(tensors, wire.itemsize), [wire] * len(tensors)).flat
     assert digests(flat, [([Identity(len(flat))], flat.starts)])[0].tolist() == own_digests(cast).tolist()

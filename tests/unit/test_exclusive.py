@@ -1,4 +1,5 @@
-"""Unit tier, no ranks: one call at a time for each module, whatever threads, orders and interrupts there are."""
+"""Unit tier, no ranks: one call at a time for each module, whatever threads, orders and interrupts there are.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def other() -> Iterator[Any]:
     yield Layout.from_tensors({"w": torch.zeros(3)})
 
 
-# Threads -----------------------------------------------------------------------------------------------------------------
+# Threads ----------------------------------------------------------------------------------------------------
 
 
 def test_never_two_threads_at_once(layer: nn.Module) -> None:
@@ -188,7 +189,7 @@ def test_a_module_is_not_kept_alive() -> None:
     assert alive() is None and len(module._queues) == before - 1
 
 
-# One thread --------------------------------------------------------------------------------------------------------------
+# One thread -------------------------------------------------------------------------------------------------
 
 
 def test_a_call_within_a_call_is_refused_and_the_outer_one_goes_on(layer: nn.Module, other: Any) -> None:
@@ -253,7 +254,7 @@ def test_who_waits_comes_to_its_turn_at_once(layer: nn.Module, monkeypatch: pyte
     assert holder.let_go() and entered.wait(SOON) and ends(thread)
 
 
-# Interrupts --------------------------------------------------------------------------------------------------------------
+# Interrupts -------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupt_at_any_line_leaves_the_modules_free(layer: nn.Module, other: Any) -> None:
@@ -270,8 +271,11 @@ def test_an_interrupt_at_any_line_leaves_the_modules_free(layer: nn.Module, othe
     assert {"exclusive", "_wait", "_before", "__enter__", "__exit__"} <= {*places}
 
 
-def test_an_interrupt_at_any_line_of_a_wait_leaves_the_modules_to_who_comes_next(layer: nn.Module, other: Any) -> None:
-    """One thread has the turn, this one waits for it and is interrupted, and a third one has come after it."""
+def test_an_interrupt_at_any_line_of_a_wait_leaves_the_modules_to_who_comes_next(
+    layer: nn.Module, other: Any
+) -> None:
+    """One thread has the turn, this one waits for it and is interrupted, and a third one has come after it.
+    """
     for number in range(1, 200):
         holder, third = Holder(other), []
 

@@ -1,4 +1,6 @@
-"""Unit tier, no ranks: own writes are counted as autograd counts them, and what moved a counter further was somebody else."""
+"""Unit tier, no ranks: own writes are counted as autograd counts them, and what moved a counter further was
+somebody else.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 
 @pytest.fixture(params=["cpu", "torch", "torch, all large", "torch, few at once"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """Run a test with the kernels of either kind of device; torch ones write large tensors one by one, small ones some at once."""
+    """Run a test with the kernels of either kind of device; torch ones write large tensors one by one, small
+    ones some at once.
+    """
     if "all large" in request.param:
         monkeypatch.setattr(torch_ops, "_SMALL", 0)
     if "few at once" in request.param:
@@ -49,7 +53,7 @@ def versions(tensors: Any) -> np.ndarray:
     return np.array([tensor._version for tensor in tensors])
 
 
-# Own writes --------------------------------------------------------------------------------------------------------------
+# Own writes -------------------------------------------------------------------------------------------------
 
 Write = Callable[[Kernels, FlatTensors, Tensor], None]
 """Write to some ascending positions of a flat space with one kernel."""
@@ -73,7 +77,9 @@ def scatter_add(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
 
 
 def patch(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
-    kernel.codecs.patch(Identity(len(flat)), 0, positions, random_bits(len(positions), flat.width), flat, relative=False)
+    kernel.codecs.patch(
+        Identity(len(flat)), 0, positions, random_bits(len(positions), flat.width), flat, relative=False
+    )
 
 
 def patch_by(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
@@ -96,14 +102,23 @@ writes = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 
 def some_positions(total: int) -> list[Tensor]:
     chance = np.random.default_rng(total).random(total)
-    several = [np.arange(total), np.arange(0), np.array([total - 1]), *(np.flatnonzero(chance < share) for share in (0.01, 0.1, 0.6))]
+    several = [
+        np.arange(total),
+        np.arange(0),
+        np.array([total - 1]),
+        *(np.flatnonzero(chance < share) for share in (0.01, 0.1, 0.6)),
+    ]
     return [torch.from_numpy(each.astype(np.int32)) for each in several]
 
 
 @widths
 @writes
-def test_what_a_kernel_writes_is_counted_as_the_version_counters_count_it(kernel: Kernels, write: Write, width: int) -> None:
-    """Misaligned, empty, of no dimension and strided tensors; nothing, one element, whole tensors, some of several."""
+def test_what_a_kernel_writes_is_counted_as_the_version_counters_count_it(
+    kernel: Kernels, write: Write, width: int
+) -> None:
+    """Misaligned, empty, of no dimension and strided tensors; nothing, one element, whole tensors, some of
+    several.
+    """
     tensors = make_tensors(width)
     flat = FlatTensors(tensors, width)
     for positions in some_positions(len(flat)):
@@ -112,17 +127,26 @@ def test_what_a_kernel_writes_is_counted_as_the_version_counters_count_it(kernel
         moved = versions(tensors) - before
         assert (flat.writes - counted).tolist() == moved.tolist()
         met = {int(np.searchsorted(flat.starts, position, "right")) - 1 for position in positions.tolist()}
-        between = range(min(met, default=0), max(met, default=-1) + 1) if "write" in write.__name__ or "place" in write.__name__ else met
+        between = (
+            range(min(met, default=0), max(met, default=-1) + 1)
+            if "write" in write.__name__ or "place" in write.__name__
+            else met
+        )
         assert {*np.flatnonzero(moved).tolist()} == {index for index in between if tensors[index].numel()}
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_geometry(data: st.DataObject) -> None:
-    """Several tables, several homes of one element, strided tensors; `place` and `patch` one after the other."""
+    """Several tables, several homes of one element, strided tensors; `place` and `patch` one after the other.
+    """
     shapes, source, receiver = data.draw(pairs_of_spaces())
     remaps, strided = build_remaps(source, receiver), data.draw(st.booleans())
-    met = {int(np.searchsorted(receiver.starts, home, "right")) - 1 for several in homes(source, receiver, shapes) for home in several}
+    met = {
+        int(np.searchsorted(receiver.starts, home, "right")) - 1
+        for several in homes(source, receiver, shapes)
+        for home in several
+    }
     small, batch = data.draw(st.sampled_from([0, 10, 1 << 16])), data.draw(st.sampled_from([5, 1 << 24]))
     for width in BITS:
         for kernel in KERNELS.values():
@@ -134,7 +158,9 @@ def test_any_geometry(data: st.DataObject) -> None:
                     kernel.remaps.place(remap, 0, random_bits(source.numel, width), flat)
                     positions = torch.arange(source.numel, dtype=torch.int32)
                     for relative in (False, True):
-                        kernel.codecs.patch(remap, 0, positions, random_bits(source.numel, width), flat, relative=relative)
+                        kernel.codecs.patch(
+                            remap, 0, positions, random_bits(source.numel, width), flat, relative=relative
+                        )
             assert flat.writes.tolist() == versions(flat.tensors).tolist()
             assert {*np.flatnonzero(flat.writes).tolist()} == met
 
@@ -142,9 +168,15 @@ def test_any_geometry(data: st.DataObject) -> None:
 @widths
 @writes
 def test_tensors_that_share_a_counter_move_it_together(kernel: Kernels, write: Write, width: int) -> None:
-    """A fused projection cut into views; a tensor that comes twice; a tensor and what `detach` gives of it."""
+    """A fused projection cut into views; a tensor that comes twice; a tensor and what `detach` gives of it.
+    """
     fused, tied, own = (random_bits(120, width, seed).view(12, 10) for seed in (1, 2, 3))
-    families = [[fused[:5], fused[5:8], fused[8:].t()], [tied, tied], [own[:, :6], own.detach()[:, 6:]], [random_bits(9, width)]]
+    families = [
+        [fused[:5], fused[5:8], fused[8:].t()],
+        [tied, tied],
+        [own[:, :6], own.detach()[:, 6:]],
+        [random_bits(9, width)],
+    ]
     flat = FlatTensors([tensor for family in families for tensor in family], width)
     for positions in some_positions(len(flat)):
         before, counted = versions(flat.tensors), flat.writes.copy()
@@ -164,11 +196,15 @@ def test_inference_tensors_are_written_beside_others(kernel: Kernels, write: Wri
     flat = FlatTensors([tensor for pair in zip(frozen, counted, strict=True) for tensor in pair], 4)
     write(kernel, flat, torch.arange(len(flat), dtype=torch.int32))
     assert flat.writes[1::2].tolist() == versions(counted).tolist() == [1, 1, 1]
-    assert all(tensor.is_inference() for tensor in frozen) and not any(tensor.eq(0).all() for tensor in flat.tensors)
+    assert all(tensor.is_inference() for tensor in frozen) and not any(
+        tensor.eq(0).all() for tensor in flat.tensors
+    )
 
 
 def test_a_position_outside_counts_what_was_written_all_the_same() -> None:
-    """The loops write before they come to it. A receiver that fails so is seeded; its counters are still its own."""
+    """The loops write before they come to it. A receiver that fails so is seeded; its counters are still its
+    own.
+    """
     tensors = [torch.zeros(10), torch.zeros(10)]
     for kernel in (cpu.scatter, cpu_codecs.scatter_add):
         flat, before = FlatTensors(tensors, 4), versions(tensors)
@@ -177,12 +213,14 @@ def test_a_position_outside_counts_what_was_written_all_the_same() -> None:
         assert flat.writes.tolist() == (versions(tensors) - before).tolist()
 
 
-# Fingerprints ------------------------------------------------------------------------------------------------------------
+# Fingerprints -----------------------------------------------------------------------------------------------
 
 
 def taken(tensors: list[Tensor]) -> Fingerprint:
     """Take a fingerprint as a sync does when it begins."""
-    return Fingerprint.of(Layout.from_tensors({f"{index:03}": tensor for index, tensor in enumerate(tensors)}).read())
+    return Fingerprint.of(
+        Layout.from_tensors({f"{index:03}": tensor for index, tensor in enumerate(tensors)}).read()
+    )
 
 
 def frozen(*sizes: int) -> list[Tensor]:
@@ -244,7 +282,7 @@ def test_no_tensors_and_other_numbers_of_tensors() -> None:
     assert nothing.same(nothing) and not nothing.same(one) and not one.same(nothing)
 
 
-# Writes by others --------------------------------------------------------------------------------------------------------
+# Writes by others -------------------------------------------------------------------------------------------
 
 
 class Copy:
@@ -267,7 +305,9 @@ class Copy:
             self.local.tensors[index].view(-1)[0] = 9.0
 
     def found(self) -> list[int]:
-        return foreign_writes(self.before, Fingerprint.of(self.local, moved=True), self.counts, self.local.tensors)
+        return foreign_writes(
+            self.before, Fingerprint.of(self.local, moved=True), self.counts, self.local.tensors
+        )
 
 
 def test_own_writes_alone_are_none_of_others() -> None:
@@ -310,8 +350,12 @@ def test_views_of_one_tensor_share_a_counter() -> None:
     assert copy.found() == [0, 1]
 
 
-def test_views_with_counters_of_their_own_on_one_memory_are_told_apart_by_where_these_began_and_ended() -> None:
-    """As an engine that cuts `weight.data` makes them: what was written to one is not taken for what was written to the other."""
+def test_views_with_counters_of_their_own_on_one_memory_are_told_apart_by_where_these_began_and_ended() -> (
+    None
+):
+    """As an engine that cuts `weight.data` makes them: what was written to one is not taken for what was
+    written to the other.
+    """
     fused = torch.zeros(12, 4)
     for own, foreign in (((0, 1), (0,)), ((0, 1, 1), (0,)), ((0, 1), (1,)), ((0, 0, 1), (1, 1))):
         copy = Copy(fused.data[:4], fused.data[4:8])

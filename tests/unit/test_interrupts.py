@@ -1,6 +1,8 @@
-"""Unit tier, no ranks: an interrupt at any line of a source, a receiver, a tracker or a chain leaves a state that knows itself.
+"""Unit tier, no ranks: an interrupt at any line of a source, a receiver, a tracker or a chain leaves a state
+that knows itself.
 
-After it a source sends everything that differs, or all; a receiver holds the bits of its version, or has none.
+After it a source sends everything that differs, or all; a receiver holds the bits of its version, or has
+none.
 """
 
 from __future__ import annotations
@@ -41,10 +43,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Line(Pair):
-    """A pair at version 1, its trainer a step further; `follows` brings the copy on, as the protocol would, and says how."""
+    """A pair at version 1, its trainer a step further; `follows` brings the copy on, as the protocol would,
+    and says how.
+    """
 
     def __init__(self, detector: Detector | None = None, codec: str = "fast") -> None:
-        super().__init__({name: tensor.clone() for name, tensor in OLD.items()}, bucket_bytes=128, detector=detector)
+        super().__init__(
+            {name: tensor.clone() for name, tensor in OLD.items()}, bucket_bytes=128, detector=detector
+        )
         self.chooser, self.steps = Chooser(codec), 0
         self.step()
 
@@ -60,14 +66,22 @@ class Line(Pair):
     def follows(self) -> str:
         """Sync as the next call would; only what both sides say of themselves counts."""
         self.source.rollback()
-        full, newest = self.source.chain.version == NONE, max(self.source.chain.newest, self.receiver.chain.newest, 1)
+        full, newest = (
+            self.source.chain.version == NONE,
+            max(self.source.chain.newest, self.receiver.chain.newest, 1),
+        )
         self.receiver.begin()
         ours, theirs = self.source.chain, self.receiver.chain
         if full:
             self.source.prepare(newest + 1, True, Phases())
         else:
             self.sends(newest + 1)
-        if not full and theirs.version == ours.version and theirs.stream == ours.stream and not theirs.seed_reason:
+        if (
+            not full
+            and theirs.version == ours.version
+            and theirs.stream == ours.stream
+            and not theirs.seed_reason
+        ):
             for chunk, frame in zip(self.chunks, self.source.frames(), strict=True):
                 if len(frame):
                     self.receiver.take(frame, self.head(chunk, version=newest + 1))
@@ -102,7 +116,7 @@ def every_line(start: Callable[[], tuple[Any, Callable[[], object]]]) -> Iterato
         yield where, kept[0]
 
 
-# Sources -----------------------------------------------------------------------------------------------------------------
+# Sources ----------------------------------------------------------------------------------------------------
 
 
 def prepare(pair: Line) -> Callable[[], object]:
@@ -135,7 +149,9 @@ SOURCES = {each.__name__: each for each in (prepare, prepare_again, prepare_in_f
 
 @pytest.mark.parametrize("detector", [None, exact], ids=["alone", "detector"])
 @pytest.mark.parametrize("what", SOURCES.values(), ids=SOURCES)
-def test_an_interrupted_source_sends_all_that_differs_next(what: Callable[[Line], Callable[[], object]], detector: Detector | None) -> None:
+def test_an_interrupted_source_sends_all_that_differs_next(
+    what: Callable[[Line], Callable[[], object]], detector: Detector | None
+) -> None:
     """Nothing of it was delivered: by a delta that starts from what the receiver holds, or by a seed."""
     ways = set()
 
@@ -147,7 +163,9 @@ def test_an_interrupted_source_sends_all_that_differs_next(what: Callable[[Line]
         pair.step()
         ways.add(pair.follows())
         assert pair.is_right(), where
-    assert ways == {"detach": {"delta", "seed"}, "prepare_in_full": {"delta", "seed"}}.get(what.__name__, ways | {"delta"})
+    assert ways == {"detach": {"delta", "seed"}, "prepare_in_full": {"delta", "seed"}}.get(
+        what.__name__, ways | {"delta"}
+    )
 
 
 def test_an_interrupted_commit_of_a_source_whose_receivers_committed() -> None:
@@ -183,7 +201,7 @@ def test_an_interrupted_source_that_remembers_positions_of_the_last_delta() -> N
         assert pair.is_right(), where
 
 
-# Receivers ---------------------------------------------------------------------------------------------------------------
+# Receivers --------------------------------------------------------------------------------------------------
 
 
 def begin(pair: Line) -> Callable[[], object]:
@@ -235,7 +253,9 @@ def holds(pair: Line, version: int, tensors: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("what", RECEIVERS.values(), ids=RECEIVERS)
-def test_an_interrupted_receiver_never_has_a_version_with_other_bits(what: Callable[[Line], Callable[[], object]]) -> None:
+def test_an_interrupted_receiver_never_has_a_version_with_other_bits(
+    what: Callable[[Line], Callable[[], object]],
+) -> None:
     versions = set()
 
     def start() -> tuple[Line, Callable[[], object]]:
@@ -246,7 +266,9 @@ def test_an_interrupted_receiver_never_has_a_version_with_other_bits(what: Calla
     for where, pair in every_line(start):
         assert holds(pair, 1, OLD) and holds(pair, 2, pair.trained), where
         versions.add(pair.receiver.chain.version)
-        if pair.receiver.chain.version == 2 and len(versions) % 2:  # the source may have come to know of it, or not
+        if (
+            pair.receiver.chain.version == 2 and len(versions) % 2
+        ):  # the source may have come to know of it, or not
             pair.source.commit(2, STREAM, full=False)
         pair.follows()
         assert pair.is_right(), where
@@ -294,7 +316,7 @@ def test_an_interrupt_while_a_write_of_others_is_noticed_does_not_hide_it() -> N
             assert pair.follows() == "seed" and pair.is_right(), where
 
 
-# Trackers ----------------------------------------------------------------------------------------------------------------
+# Trackers ---------------------------------------------------------------------------------------------------
 
 
 class Told:
@@ -363,8 +385,12 @@ def test_an_interrupted_diff_or_rollback_of_a_tracker_loses_no_change() -> None:
 
 @pytest.mark.parametrize("full", [False, True], ids=["delta", "full"])
 @pytest.mark.parametrize("arrived", [False, True], ids=["lost", "arrived"])
-def test_an_interrupted_commit_of_a_tracker_is_made_good_whether_or_not_the_payload_arrived(full: bool, arrived: bool) -> None:
-    """The next payload starts from what was committed, or holds everything; a receiver can tell by its version and lineage."""
+def test_an_interrupted_commit_of_a_tracker_is_made_good_whether_or_not_the_payload_arrived(
+    full: bool, arrived: bool
+) -> None:
+    """The next payload starts from what was committed, or holds everything; a receiver can tell by its
+    version and lineage.
+    """
     second: list[Payload] = []
 
     def start() -> tuple[Told, Callable[[], object]]:
@@ -378,7 +404,9 @@ def test_an_interrupted_commit_of_a_tracker_is_made_good_whether_or_not_the_payl
         told.step()
         payload = told.tracker.diff(told.weights, 3)
         assert payload.full or payload.base_version == told.tracker.version, where
-        if not payload.full and payload.base_version != (2 if arrived else 1):  # as a receiver notices: a gap, or another run
+        if not payload.full and payload.base_version != (
+            2 if arrived else 1
+        ):  # as a receiver notices: a gap, or another run
             assert payload.base_version == 2 or payload.lineage != second[0].lineage, where
             continue
         told.arrives(payload)
@@ -387,10 +415,12 @@ def test_an_interrupted_commit_of_a_tracker_is_made_good_whether_or_not_the_payl
         assert told.is_right(), where
 
 
-# Chains ------------------------------------------------------------------------------------------------------------------
+# Chains -----------------------------------------------------------------------------------------------------
 
 
-def of_chain(call: Callable[[Chain], object], version: int = 3) -> Callable[[], tuple[Chain, Callable[[], object]]]:
+def of_chain(
+    call: Callable[[Chain], object], version: int = 3
+) -> Callable[[], tuple[Chain, Callable[[], object]]]:
     def start() -> tuple[Chain, Callable[[], object]]:
         chain = Chain(version=version, stream=7, deltas=2, newest=3)
         return chain, lambda: call(chain)
@@ -408,7 +438,12 @@ def test_an_interrupted_move_is_made_or_leaves_no_version() -> None:
 
 def test_an_interrupted_forget_or_distrust_leaves_no_version_or_what_there_was() -> None:
     for _, chain in every_line(of_chain(Chain.forget)):
-        assert chain.version == NONE or (chain.version, chain.stream, chain.newest, chain.seed_reason) == (3, 7, 3, 0)
+        assert chain.version == NONE or (chain.version, chain.stream, chain.newest, chain.seed_reason) == (
+            3,
+            7,
+            3,
+            0,
+        )
     seen = set()
     for _, chain in every_line(of_chain(lambda chain: chain.distrust(WRITTEN))):
         seen.add((chain.version, chain.seed_reason))
@@ -422,4 +457,9 @@ def test_the_interrupts_of_these_tests_are_such_as_a_signal_handler_raises() -> 
     places = []
     for where, _ in every_line(lambda: (pair := Line(), pair.sends)):
         places.append(where)
-    assert len(places) > 60 and {where.split(":")[0] for where in places} >= {"snapshot.py", "source.py", "chain.py", "history.py"}
+    assert len(places) > 60 and {where.split(":")[0] for where in places} >= {
+        "snapshot.py",
+        "source.py",
+        "chain.py",
+        "history.py",
+    }

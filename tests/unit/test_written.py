@@ -1,4 +1,5 @@
-"""Unit tier, no ranks: a receiver notices who else wrote to its copy, and when; its own writes are not taken for another's.
+"""Unit tier, no ranks: a receiver notices who else wrote to its copy, and when; its own writes are not taken
+for another's.
 
 `Pair` runs the protocol; here somebody comes in between.
 """
@@ -36,7 +37,11 @@ def move(copy: dict[str, Tensor]) -> None:
     copy["w1"].data = torch.full_like(copy["w1"], 5.0)
 
 
-DISTURBANCES: dict[str, Disturb] = {"a write": write, "a write of the same bits": write_the_same, "other memory": move}
+DISTURBANCES: dict[str, Disturb] = {
+    "a write": write,
+    "a write of the same bits": write_the_same,
+    "other memory": move,
+}
 disturbances = pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
 
 
@@ -58,7 +63,7 @@ def seed_now(pair: Pair, version: int = 2) -> None:
     pair.source.commit(version, STREAM, full=True)
 
 
-# Before the vote ---------------------------------------------------------------------------------------------------------
+# Before the vote --------------------------------------------------------------------------------------------
 
 
 @disturbances
@@ -69,10 +74,20 @@ def test_a_write_since_begin_is_noticed_before_the_vote_and_the_same_sync_seeds(
     disturb(pair.copy)
     kept = bytes(before.tolist())
     assert pair.receiver.is_written()
-    assert pair.receiver.chain.version == NONE and pair.receiver.chain.seed_reason == WRITTEN and not pair.receiver._staged.nbytes
+    assert (
+        pair.receiver.chain.version == NONE
+        and pair.receiver.chain.seed_reason == WRITTEN
+        and not pair.receiver._staged.nbytes
+    )
     seed_now(pair)
-    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == 2 and pair.receiver.chain.seed_reason == 0
-    assert disturb is not move or bytes(before.tolist()) == kept, "memory was written to that the tensor had left"
+    assert (
+        same_bits(pair.trained, pair.copy)
+        and pair.receiver.chain.version == 2
+        and pair.receiver.chain.seed_reason == 0
+    )
+    assert disturb is not move or bytes(before.tolist()) == kept, (
+        "memory was written to that the tensor had left"
+    )
     pair.trained["w1"].neg_()
     assert pair.sync() == 30 and same_bits(pair.trained, pair.copy)
 
@@ -105,12 +120,14 @@ def test_nobody_wrote() -> None:
     assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == 2
 
 
-# While it writes ---------------------------------------------------------------------------------------------------------
+# While it writes --------------------------------------------------------------------------------------------
 
 
 @disturbances
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_write_after_the_vote_leaves_a_receiver_without_a_version(monkeypatch: pytest.MonkeyPatch, disturb: Disturb, when: str) -> None:
+def test_a_write_after_the_vote_leaves_a_receiver_without_a_version(
+    monkeypatch: pytest.MonkeyPatch, disturb: Disturb, when: str
+) -> None:
     pair = a_pair()
     assert pair.deliver(pair.prepare()) is None and not pair.receiver.is_written()
     apply = StagedPatch.apply
@@ -144,7 +161,7 @@ def test_a_commit_without_a_last_look_looks() -> None:
     assert pair.receiver.chain.version == NONE
 
 
-# Seeds -------------------------------------------------------------------------------------------------------------------
+# Seeds ------------------------------------------------------------------------------------------------------
 
 
 def seed_disturbed(pair: Pair, disturb: Disturb, before: int) -> None:
@@ -171,14 +188,18 @@ def test_a_write_before_a_seed_comes_does_no_harm(disturb: Disturb, first: bool)
     pair.receiver.commit(2, STREAM, full=True)
     pair.source.commit(2, STREAM, full=True)
     assert same_bits(pair.trained, pair.copy)
-    assert disturb is not move or bytes(left.tolist()) == kept, "memory was written to that the tensor had left"
+    assert disturb is not move or bytes(left.tolist()) == kept, (
+        "memory was written to that the tensor had left"
+    )
     pair.trained["w1"].neg_()
     assert pair.sync() == 30 and same_bits(pair.trained, pair.copy)
 
 
 @disturbances
 @pytest.mark.parametrize("before", [1, 5])
-def test_a_write_in_the_middle_of_a_seed_leaves_a_receiver_without_a_version(disturb: Disturb, before: int) -> None:
+def test_a_write_in_the_middle_of_a_seed_leaves_a_receiver_without_a_version(
+    disturb: Disturb, before: int
+) -> None:
     pair = a_pair()
     seed_disturbed(pair, disturb, before)
     with pytest.raises(DeltaError, match=r"somebody else wrote .*w1"):
@@ -203,18 +224,28 @@ def test_memory_that_a_tensor_leaves_in_the_middle_of_a_seed_stays_until_its_end
     assert not pair.receiver._memory
 
 
-# Nobody but the sync -----------------------------------------------------------------------------------------------------
+# Nobody but the sync ----------------------------------------------------------------------------------------
 
 
 def fused() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A trainer's parts, and an engine's views of one tensor, the last of them transposed, with padding after it."""
+    """A trainer's parts, and an engine's views of one tensor, the last of them transposed, with padding after
+    it.
+    """
     whole = torch.zeros(12, 6)
-    return {"q": torch.ones(4, 6), "k": torch.ones(3, 6), "v": torch.ones(6, 3)}, {"q": whole[:4], "k": whole[4:7], "v": whole[7:10].t()}
+    return {"q": torch.ones(4, 6), "k": torch.ones(3, 6), "v": torch.ones(6, 3)}, {
+        "q": whole[:4],
+        "k": whole[4:7],
+        "v": whole[7:10].t(),
+    }
 
 
 def tied() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     embed, theirs = torch.ones(5, 4), torch.zeros(5, 4)
-    return {"embed": embed, "head": embed, "norm": torch.ones(3)}, {"embed": theirs, "head": theirs, "norm": torch.zeros(3)}
+    return {"embed": embed, "head": embed, "norm": torch.ones(3)}, {
+        "embed": theirs,
+        "head": theirs,
+        "norm": torch.zeros(3),
+    }
 
 
 def untied() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -228,7 +259,12 @@ def pairs_of_doubles() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def odd() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    trained = {"e": torch.zeros(0), "s": torch.tensor(1.0), "t": torch.ones(5, 4), "p": torch.nn.Parameter(torch.ones(8))}
+    trained = {
+        "e": torch.zeros(0),
+        "s": torch.tensor(1.0),
+        "t": torch.ones(5, 4),
+        "p": torch.nn.Parameter(torch.ones(8)),
+    }
     parameter = torch.nn.Parameter(torch.zeros(16)[::2])
     return trained, {"e": torch.zeros(0), "s": torch.tensor(0.0), "t": torch.zeros(4, 5).t(), "p": parameter}
 
@@ -263,7 +299,9 @@ def test_a_receivers_own_writes_are_never_taken_for_anothers(model: Callable[[],
 
 
 @pytest.mark.parametrize("name", ["q", "v"])
-def test_a_write_to_one_view_of_a_fused_tensor_while_a_sync_writes_to_others(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_write_to_one_view_of_a_fused_tensor_while_a_sync_writes_to_others(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     pair = Pair(*fused())
     pair.trained["k"].neg_()
     assert pair.deliver(pair.prepare()) is None
@@ -293,7 +331,7 @@ def test_a_copy_of_inference_mode_that_is_reloaded_is_noticed_at_begin_and_befor
     assert same_bits(pair.trained, pair.copy)
 
 
-# Several channels, and the reasons ---------------------------------------------------------------------------------------
+# Several channels, and the reasons --------------------------------------------------------------------------
 
 
 def test_a_receiver_that_writes_takes_the_version_of_its_rivals() -> None:
@@ -304,7 +342,9 @@ def test_a_receiver_that_writes_takes_the_version_of_its_rivals() -> None:
     one.commit()
     assert other.receiver.chain.version == NONE and other.receiver.chain.seed_reason == OTHER_CHANNEL
     other.seed(2)
-    assert other.receiver.chain.seed_reason == 0 and one.receiver.chain.version == 2, "one is no rival of the other"
+    assert other.receiver.chain.seed_reason == 0 and one.receiver.chain.version == 2, (
+        "one is no rival of the other"
+    )
     one.receiver.chain.rivals = []
     other.receiver.chain.rivals = [one.receiver.chain]
     other.seed(3)
@@ -319,4 +359,3 @@ def test_the_first_reason_stays_until_a_seed() -> None:
     pair.seed(2)
     pair.receiver.chain.distrust(WRITTEN)
     assert pair.receiver.chain.seed_reason == WRITTEN
-
