@@ -24,12 +24,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import dte_dist
 from dte_dist import Layout
 from dte_dist.collectives import verification
+from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.verification import Verifier
 from dte_dist.layout import DTYPES
 from tests.distributed.cases import BITS
 from tests.distributed.launcher import Ranks
-from tests.distributed.tools import TIMEOUT, Rows, caught, model, nudge, parts_of, prints, same, sync
+from tests.distributed.tools import Rows, caught, model, nudge, parts_of, prints, same, sync
 
+LONG = 60.0
 DIFFERENT = "a verification found other bits"
 
 
@@ -560,9 +562,9 @@ def test_an_error_while_one_rank_digests_is_raised_on_all(
     assert report[0] == (2 if interval is None else 3) and report[1:] == ("delta", "", ()) and equal
 
 
-def interrupted(rank: int, world: int) -> Any:
+def interrupted(rank: int, world: int, place: str) -> Any:
     module = model(rank)
-    sync(module)
+    sync(module, timeout=LONG)
 
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -570,22 +572,25 @@ def interrupted(rank: int, world: int) -> Any:
     error, begin = ("", ""), time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-            patch.setattr(Verifier, "verify", interrupt)
+            patch.setattr(*((Verifier, "verify") if place == "digesting" else (Channel, "_row")), interrupt)
         try:
             dte_dist.verify(module)
         except BaseException as caught_error:
             error = type(caught_error).__name__, str(caught_error)
-    prompt = time.monotonic() - begin < TIMEOUT / 2
+    prompt = time.monotonic() - begin < 0.8 * LONG
     closed = caught(lambda: dte_dist.verify(module))
     if rank == 0:
         nudge(module, "0.weight", 3)
-    return error, (prompt, closed[0], why(sync(module)), dte_dist.verify(module).equal, prints(module))
+    return error, (
+        prompt, closed[0], why(sync(module, timeout=LONG)), dte_dist.verify(module).equal, prints(module),
+    )  # fmt: skip
 
 
+@pytest.mark.parametrize("place", ["before the ranks meet", "digesting"])
 def test_an_interrupt_of_a_verification_is_known_to_the_others_and_the_next_sync_opens_a_channel(
-    ranks: Ranks,
+    ranks: Ranks, place: str
 ) -> None:
-    errors, found_by_all = zip(*ranks.run(interrupted), strict=True)
+    errors, found_by_all = zip(*ranks.run(interrupted, place), strict=True)
     assert errors[2] == ("KeyboardInterrupt", "")
     name, text = same([error for rank, error in enumerate(errors) if rank != 2])
     assert name == "PeerLost" and "rank 2" in text and "KeyboardInterrupt" in text
@@ -644,6 +649,24 @@ def test_syncs_verify_at_versions_that_the_interval_divides(ranks: Ranks, every:
         if verified is not None:
             assert verified[0] == version and verified[4] == (1, 2, 3) and verified[5] == 0
             assert verified[1:4] == ((1, "2.weight", (3,)) if flipped_now else (0, None, ())), version
+
+
+def trained_meanwhile(rank: int, world: int) -> Any:
+    """The optimizer steps as soon as the call has returned, while the sync, and its verification, are on their way."""
+    module = model(rank)
+    sync(module, verify_interval=1)
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+    work = sync(module, verify_interval=1, async_op=True)
+    if rank == 0:
+        nudge(module, "0.weight", 5)
+        dist.send(torch.ones(1), 1)
+    return found(work.wait().verified), found(dte_dist.verify(module))
+
+
+def test_a_verification_in_the_background_does_not_look_at_what_is_trained_meanwhile(ranks: Ranks) -> None:
+    behind, after = same(ranks.run(trained_meanwhile))
+    assert behind == (2, 0, None, (), (1, 2, 3), 0) and after == (2, 0, None, (), (1, 2, 3), 1)
 
 
 def unlike(rank: int, world: int, is_open: bool) -> Any:
