@@ -25,9 +25,25 @@ from tests.chaos.faults import options_of, suffer
 from tests.chaos.interrupts import Interrupt, points_of
 from tests.chaos.model import Bits, Model
 
-__all__ = ["Here", "begin", "build", "close", "leaks", "points", "refill", "step", "syncs", "two_modules"]
+__all__ = [
+    "Here",
+    "begin",
+    "build",
+    "close",
+    "deliver",
+    "forsake",
+    "leaks",
+    "points",
+    "points_of_delivery",
+    "refill",
+    "step",
+    "syncs",
+    "two_modules",
+]
 
 TIMEOUT: Final = 10.0
+SHORT: Final = 4.0
+"""Seconds for ranks that meet in lock step, so that each interrupt may cost a timeout."""
 
 
 class Here:
@@ -293,3 +309,54 @@ def two_modules(here: Here, *, sources: int, seed: str, count: int, p2p: bool) -
     if raised:
         raise raised[0]
     return found
+
+
+def deliver(
+    here: Here, *, version: int, full: bool, seed: str, fault: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Push or pull a version over a `ProcessGroupTransport`, rank 0 being the sender; with a new transport if there is none.
+
+    An application that is interrupted tries again at once. One that is told that a peer is lost, or that the
+    transport is closed, makes a new one next time.
+    """
+    train(here, random.Random(f"{seed} {here.rank}"), 0.05)
+    bits, said = here.model.bits(), list[str]()
+    for number in range(2):
+        try:
+            if number == 0 and fault is not None:
+                suffer(here.model, lambda: _deliver(here, version, full), **fault)
+            else:
+                _deliver(here, version, full)
+            return {"ok": True, "said": said, "bits": bits if here.rank == 0 else here.model.bits()}
+        except (Interrupt, MemoryError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        except (DeltaError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            if isinstance(error, dte_dist.PeerLost | dte_dist.ChannelClosed):
+                here.transport = here.engine = None
+            break
+    return {"ok": False, "said": said, "bits": bits}
+
+
+def _deliver(here: Here, version: int, full: bool) -> None:
+    if here.transport is None or here.engine is None:
+        here.transport = dte_dist.ProcessGroupTransport(timeout=SHORT)
+        here.engine = dte_dist.DeltaEngine(here.transport, timeout=SHORT)
+    if here.rank == 0:
+        here.engine.push(here.model.tensors, version, full=full)
+    else:
+        here.engine.pull(here.model.tensors, version)
+
+
+def forsake(here: Here) -> None:
+    """Close the transport, as all ranks do, and let the next `deliver` make a new one."""
+    if here.transport is not None:
+        here.transport.close()
+    here.transport = here.engine = None
+
+
+def points_of_delivery(here: Here, *, version: int, opening: bool, unit: str) -> list[str]:
+    """Deliver a version; return where the call could have been interrupted."""
+    if opening:
+        forsake(here)
+    return points_of(lambda: _deliver(here, version, True), unit)  # type: ignore[arg-type]
