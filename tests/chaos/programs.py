@@ -314,7 +314,7 @@ def two_modules(here: Here, *, sources: int, seed: str, count: int, p2p: bool) -
 def deliver(
     here: Here, *, version: int, full: bool, seed: str, fault: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Push or pull a version over a `ProcessGroupTransport`, rank 0 being the sender; with a new transport if there is none.
+    """Push (rank 0) or pull a version over a `ProcessGroupTransport`, a new one if there is none.
 
     An application that is interrupted tries again at once. One that is told that a peer is lost, or that the
     transport is closed, makes a new one next time.

@@ -40,9 +40,9 @@ def interrupt(
     check_times(result)
     after = settle(world, {**how, "options": {}}, f"{seed} after")
     check_bits(after, sources, cut)
-    if after.failures:
+    if after.failures or after.answers[0]["kind"] != "delta" or after.answers[0]["seeded"]:
         raise WentWrong(
-            f"a step failed that nobody had interrupted:\n{after.story()}\nbefore it:\n{result.story()}"
+            f"an interrupt costs more than a seed:\n{after.story()}\nbefore it:\n{result.story()}"
         )
     return result
 

@@ -1,7 +1,7 @@
 """`DeltaEngine` over a `ProcessGroupTransport`: interrupts, and flipped bits, on one of three ranks.
 
-All ranks try in lock step, each time a new version, until all are well: in full after a try that failed, as an
-application would that cannot know how far the others came.
+All ranks try in lock step, each time a new version, until all are well: in full after a try that failed, as
+an application would that cannot know how far the others came.
 """
 
 from __future__ import annotations
