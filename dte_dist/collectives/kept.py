@@ -36,12 +36,14 @@ class _Source:
     Attributes:
         chain, snapshot: of the source.
         covers: digest of the pieces that the snapshot covers.
+        names: of the tensors that they belong to.
         ranks: of the world that were in the group.
     """
 
     chain: Chain
     snapshot: Snapshot | None
     covers: bytes
+    names: frozenset[str]
     ranks: tuple[int, ...]
 
 
@@ -67,7 +69,7 @@ _copies: weakref.WeakKeyDictionary[Any, dict[bytes, _Copy]] = weakref.WeakKeyDic
 def keep_source(module: Any, ranks: Sequence[int], state: SourceState, model: ModelMap) -> None:
     """Keep what the source of a broken channel over some ranks of the world holds."""
     here = tuple(ranks)
-    mine = _Source(state.chain, state.snapshot, _digest(model, state.spaces), here)
+    mine = _Source(state.chain, state.snapshot, _digest(model, state.spaces), _names(model, state), here)
     others = [kept for kept in _sources.get(module, []) if (kept.covers, kept.ranks) != (mine.covers, here)]
     _sources[module] = [*others, mine]
 
@@ -85,9 +87,16 @@ def take_up_source(module: Any, ranks: Sequence[int], state: SourceState, model:
         state.chain, state.snapshot = kept.chain, kept.snapshot
 
 
-def release_source(module: Any, state: SourceState) -> None:
-    """Keep no longer what a source of an open channel has taken up."""
-    _sources[module] = [kept for kept in _sources.get(module, []) if kept.chain is not state.chain]
+def release_source(module: Any, state: SourceState, model: ModelMap) -> None:
+    """Keep no longer what the source of an open channel has taken up, or what it stands for now.
+
+    Where it could take up nothing, its tensors are cut otherwise than before, since trainers came or went, say. Snapshots
+    of the same tensors are of no use then, and would stay as long as the module: a copy of its shard at every such change.
+    """
+    kept, names = _sources.get(module, []), _names(model, state)
+    others = [each for each in kept if each.chain is not state.chain]
+    took_nothing = len(others) == len(kept)
+    _sources[module] = [each for each in others if not (took_nothing and each.names == names)]
 
 
 def drop_source(module: Any, ranks: Sequence[int] | None) -> None:
@@ -127,6 +136,11 @@ def forget_copy(target: Any) -> None:
     """Let all copies in `target` stand where those stand that never received anything."""
     for chain in chains_of(target):
         chain.forget()
+
+
+def _names(model: ModelMap, state: SourceState) -> frozenset[str]:
+    """Return the names of the tensors that a source contributes to."""
+    return frozenset(model.slots[slot].name for space in state.spaces.values() for slot in space.pieces.slot.tolist())
 
 
 def _digest(model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home] | None = None) -> bytes:

@@ -179,7 +179,7 @@ class _Opening:
         watch.is_opening = False
         forget_meeting(watch, self.wires)
         if built is not None and built.parts.source is not None:
-            kept.release_source(module, built.parts.source)
+            kept.release_source(module, built.parts.source, agreement.model)
         return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 
     def _describe(self, module: Model, into: Model | None) -> Described:
