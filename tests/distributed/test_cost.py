@@ -82,7 +82,8 @@ def test_memory_is_snapshot_patch_and_two_buckets_and_does_not_grow(ranks, capsy
     staged = source["changed"] * (8 + 2)  # int64 position and bf16 bits
     assert source["peak 9"] <= SHARD + 2 * BUCKET + 64 * MIB
     assert receiver["peak 9"] <= staged + 2 * BUCKET + 64 * MIB
-    for figures in (source, receiver):  # 16 MiB for the arenas of malloc, which level off after 60 syncs; 50 syncs that kept their frames would take 250
+    # 16 MiB for the arenas of malloc, which level off after 60 syncs; 50 syncs that kept their frames would take 250
+    for figures in (source, receiver):
         assert figures["peak 59"] <= figures["peak 9"] + 16 * MIB
         assert figures["after 59"] <= figures["after 9"] + 16 * MIB
 
