@@ -70,8 +70,13 @@ class LayoutMismatch(DeltaError):
     """The ranks do not describe the same model, or a placement cannot be handled.
 
     Example:
-        >>> print(LayoutMismatch("shapes differ", slot="w", ranks=[2], expected=(4, 4), got=(4, 5)))
-        shapes differ [slot 'w'; ranks 2; expected (4, 4); got (4, 5)]
+        >>> sent = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 4)})
+        >>> held = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 5)})
+        >>> try:
+        ...     dte_dist.Plan.between({0: sent}, {1: held})
+        ... except dte_dist.LayoutMismatch as error:
+        ...     print(error)
+        shapes differ [slot 'w'; ranks 1; expected (4, 4); got (4, 5)]. Way out: build the same model on both sides, ...
     """
 
 
@@ -80,9 +85,10 @@ class FrameError(DeltaError):
 
     Example:
         >>> try:
-        ...     delta_broadcast(module, group)
-        ... except FrameError:
-        ...     delta_broadcast(module, group)  # the next delta contains this one
+        ...     dte_dist.payload_of({"w": torch.zeros(2)})
+        ... except dte_dist.FrameError as error:
+        ...     print(error)
+        a payload without a header is a full one, and does not say its version [expected version=; got none]. Way out: ...
     """
 
 
@@ -90,8 +96,11 @@ class VersionError(DeltaError):
     """A version does not follow from the one that is held.
 
     Example:
-        >>> issubclass(VersionGap, VersionError), issubclass(VersionReplay, VersionError), issubclass(VersionRestart, VersionError)
-        (True, True, True)
+        >>> try:
+        ...     dte_dist.delta_broadcast(model, version=7 if rank == 0 else 8)
+        ... except dte_dist.VersionError as error:  # on every rank
+        ...     print(error)
+        version= differs between ranks [ranks ...; got 7 on rank 0, 8 on rank ...]. Way out: pass the same version= on every source; ...
     """
 
 
@@ -99,10 +108,17 @@ class VersionGap(VersionError):
     """A delta starts from a later version than the receiver holds: one in between was lost.
 
     Example:
+        >>> engine = dte_dist.DeltaEngine(dte_dist.LoopbackTransport())
+        >>> weights, copy = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+        >>> for version in (1, 2):
+        ...     engine.push(weights, version)
         >>> try:
-        ...     engine.pull(target_params, version=step)
-        ... except VersionGap:
-        ...     ask_for_full(step)  # push(..., full=True) on the other side
+        ...     engine.pull(copy, version=2)  # a delta from version 1, which this copy never had
+        ... except dte_dist.VersionGap:
+        ...     engine.push(weights, version=3, full=True)
+        ...     engine.pull(copy, version=3)
+        >>> engine.version
+        3
     """
 
 
@@ -110,10 +126,13 @@ class VersionReplay(VersionError):
     """A version that the receiver already holds, or an older one, was asked for again.
 
     Example:
+        >>> report = dte_dist.delta_broadcast(model, version=7)
         >>> try:
-        ...     delta_broadcast(module, group, version=step)
-        ... except VersionReplay:
-        ...     delta_broadcast(module, group)  # the next version
+        ...     report = dte_dist.delta_broadcast(model, version=7)
+        ... except dte_dist.VersionReplay:
+        ...     report = dte_dist.delta_broadcast(model)  # the next version
+        >>> report.version
+        8
     """
 
 
@@ -121,10 +140,18 @@ class VersionRestart(VersionError):
     """A delta comes from another run of the trainer than the one the receiver follows.
 
     Example:
-        >>> try:
-        ...     engine.pull(target_params, version=step)
-        ... except VersionRestart:
-        ...     ask_for_full(step)
+        >>> transport, weights, copy = dte_dist.LoopbackTransport(), {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+        >>> receiver = dte_dist.DeltaEngine(transport)
+        >>> for run in range(2):  # the second run of the trainer counts anew
+        ...     sender = dte_dist.DeltaEngine(transport)
+        ...     sender.push(weights, version=1)
+        ...     try:
+        ...         receiver.pull(copy, version=1)
+        ...     except dte_dist.VersionRestart:
+        ...         sender.push(weights, version=2, full=True)
+        ...         receiver.pull(copy, version=2)
+        >>> receiver.version
+        2
     """
 
 
@@ -135,8 +162,15 @@ class OrderMismatch(DeltaError):
     are dropped, and the next calls open new ones, in which no receiver needs a seed.
 
     Example:
-        >>> print(OrderMismatch("rank 0 waits in channel 1, rank 1 in channel 2", fix="call them in one order"))
-        rank 0 waits in channel 1, rank 1 in channel 2. Way out: call them in one order.
+        >>> other = torch.nn.Linear(3, 3)
+        >>> for module in (model, other):
+        ...     report = dte_dist.delta_broadcast(module)
+        >>> try:
+        ...     dte_dist.delta_broadcast(other if rank == 3 else model, timeout=5)
+        ... except dte_dist.OrderMismatch:
+        ...     report = dte_dist.delta_broadcast(model)  # in one order on all ranks
+        >>> report.seeded
+        ()
     """
 
 
@@ -158,11 +192,13 @@ class PeerLost(DeltaError):
     Example:
         >>> while True:
         ...     try:
-        ...         report = delta_broadcast(module, group, timeout=60)
+        ...         report = dte_dist.delta_broadcast(model, timeout=60)
         ...         break
-        ...     except PeerLost as error:
+        ...     except dte_dist.PeerLost as error:
         ...         if not error.late:
-        ...             group = form_group_without(error.lost)  # no seed for receivers at the right version
+        ...             raise  # form a group without error.lost; who is at the right version needs no seed in it
+        >>> report.version
+        1
     """
 
     def __init__(self, what: str, *, lost: Iterable[int] = (), late: bool = False, **facts: Any) -> None:
@@ -174,8 +210,13 @@ class ChannelClosed(DeltaError):
     """The channel was closed, or broke in an earlier call.
 
     Example:
-        >>> print(ChannelClosed("the channel is closed: it was closed", fix="call again; a new channel opens"))
-        the channel is closed: it was closed. Way out: call again; a new channel opens.
+        >>> transport = dte_dist.LoopbackTransport()
+        >>> transport.close()
+        >>> try:
+        ...     transport.receive(1, timeout=1)
+        ... except dte_dist.ChannelClosed as error:
+        ...     print(error)
+        the transport is closed. Way out: make a new one.
     """
 
 
@@ -184,9 +225,11 @@ class ApplyFailed(DeltaError):
 
     Example:
         >>> try:
-        ...     delta_broadcast(module, group)
-        ... except ApplyFailed:
-        ...     report = delta_broadcast(module, group)  # report.seeded names the rank
+        ...     report = dte_dist.delta_broadcast(model)
+        ... except dte_dist.ApplyFailed:
+        ...     report = dte_dist.delta_broadcast(model)  # report.seeded names the rank
+        >>> report.version
+        1
     """
 
 
@@ -194,10 +237,14 @@ class SyncFailed(DeltaError):
     """Code of the caller (a detector, say) or of the machine raised during a sync; nothing moved.
 
     Example:
+        >>> report = dte_dist.delta_broadcast(model)
+        >>> def broken(live, known):
+        ...     raise RuntimeError("no room for flags")
         >>> try:
-        ...     delta_broadcast(module, group, detector=find)
-        ... except SyncFailed as error:
-        ...     raise error  # on the rank where it began, its cause is what `find` raised
+        ...     dte_dist.delta_broadcast(model, detector=broken if rank == 1 else None)
+        ... except dte_dist.SyncFailed as error:  # on every rank
+        ...     print(error)
+        RuntimeError: no room for flags (raised on rank 1 of the group)
     """
 
 

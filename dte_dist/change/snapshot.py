@@ -39,9 +39,12 @@ Detector = Callable[[Tensor, Tensor], Tensor]
 or int64 positions of all elements that may differ. It may name too many elements; one it forgets stays stale. It gets copies.
 
 Example:
-    >>> def everywhere(live, known):
+    >>> def compare(live: torch.Tensor, known: torch.Tensor) -> torch.Tensor:  # a dte_dist.Detector
     ...     return (live != known).nonzero().view(-1)
-    >>> report = delta_broadcast(module, group, detector=everywhere)
+    >>> report = dte_dist.delta_broadcast(model)
+    >>> train()
+    >>> dte_dist.delta_broadcast(model, detector=compare).kind
+    'delta'
 """
 
 

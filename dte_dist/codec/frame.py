@@ -76,7 +76,7 @@ def dense_size(lengths: Iterable[int], width: int) -> int:
 
     Example:
         >>> dense_size([3, 4], 2)
-        176
+        192
     """
     return HEAD.itemsize + sum(ENTRY.itemsize + _padded(length * width) for length in lengths)
 
@@ -94,9 +94,12 @@ class FrameWriter:
         codecs: segments so far by pair of codecs, such as "u16+raw".
 
     Example:
-        >>> writer = FrameWriter(head, torch.device("cpu"))
-        >>> writer.add(0, 1 << 20, positions[:count], bits[:count])
+        >>> head = FrameHead(schema=7, stream=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> writer = FrameWriter(head, "cpu")
+        >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
         >>> frame = writer.finish()
+        >>> frame.dtype, dict(writer.codecs)
+        (torch.uint8, {'u16+raw': 1})
     """
 
     __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_places", "_streams", "codecs")
@@ -250,8 +253,12 @@ def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None,
         VersionRestart, VersionGap, VersionReplay, VersionError: it does not lead from the version held to the next.
 
     Example:
-        >>> for segment in read_frame(frame, expect):
-        ...     stage(segment.first, segment.positions, segment.values)
+        >>> head = FrameHead(schema=7, stream=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> writer = FrameWriter(head, "cpu")
+        >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
+        >>> [segment] = read_frame(writer.finish(), expect=head)
+        >>> segment.positions.tolist(), segment.values.tolist()
+        ([3, 8], [1, 2])
     """
     heads.check_tensor(frame)
     if frame.data_ptr() % 8 or frame.storage_offset() % 8:

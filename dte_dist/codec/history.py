@@ -85,9 +85,14 @@ class History:
     """The places of one delta by chunk, and those of the one in the making.
 
     Example:
+        >>> from dataclasses import replace
+        >>> head = FrameHead(schema=7, stream=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> history, places = History(), Places()
+        >>> places.add(0, 100, torch.tensor([3, 8], dtype=torch.int32))
         >>> history.note(head, places)
         >>> history.commit(head.version, head.stream)
-        >>> history.before(next_head).within(first, length)
+        >>> history.before(replace(head, base=2, version=3)).within(5, 10).tolist()
+        [3]
     """
 
     __slots__ = ("_known", "_made", "_noted")

@@ -122,9 +122,13 @@ def delta_broadcast(
         DeltaError: anything else that went wrong on some rank; on every rank. No receiver has moved.
 
     Example:
-        >>> report = dte_dist.delta_broadcast(module, group)
+        >>> report = dte_dist.delta_broadcast(model)  # ranks 0 and 1 train it with FSDP2, ranks 2 and 3 hold a copy
+        >>> report.kind, report.reason
+        ('full', 'first sync')
+        >>> train()  # a step of the optimizer on ranks 0 and 1
+        >>> report = dte_dist.delta_broadcast(model)
         >>> print(report)
-        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frame, 51.9 ms (...)
+        v1 -> v2 delta: ... of 1,072 changed (... %), ... to each receiver (dense 4.3 kB, ...x), 2 frames, ...
     """
     said: CallOptions = {
         "group_src": group_src,
@@ -180,7 +184,11 @@ def delta_p2p(
         ValueError, DeltaError: as `delta_broadcast`.
 
     Example:
-        >>> report = dte_dist.delta_p2p(module, group, into=rollout_module)
+        >>> report = dte_dist.delta_p2p(model)
+        >>> train()
+        >>> report = dte_dist.delta_p2p(model)
+        >>> report.route, report.base_version, report.version
+        ('p2p', 1, 2)
     """
     return _sync(module, group, src, async_op, said={"route": "p2p", **options})
 
@@ -207,9 +215,14 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         DeltaError: anything else that went wrong on some rank; on every rank.
 
     Example:
-        >>> report = dte_dist.verify(module, group)
-        >>> report.equal
-        True
+        >>> report = dte_dist.delta_broadcast(model)
+        >>> if rank == 2:
+        ...     model[0].bias.data[0] = 7.0  # no version counter shows this write
+        >>> found = dte_dist.verify(model)
+        >>> found.equal, found.ranks, found.first
+        (False, (2,), '0.bias')
+        >>> dte_dist.delta_broadcast(model).seeded
+        (2,)
     """
     pg = group_of(group)
     if (channel := find(module, pg)) is None:

@@ -181,8 +181,12 @@ def invalidate(module: Model, group: Group | None = None) -> None:
             several dimensions.
 
     Example:
-        >>> dte_dist.invalidate(rollout_module)
-        >>> report = dte_dist.delta_broadcast(rollout_module, group)  # on all ranks
+        >>> report = dte_dist.delta_broadcast(model)
+        >>> if rank == 2:
+        ...     model[0].bias.data[0] = 7.0  # as an engine does that loads weights or wakes up
+        ...     dte_dist.invalidate(model)
+        >>> dte_dist.delta_broadcast(model).seeded
+        (2,)
     """
     only = None if group is None else group_of(group)
     with exclusive(module):
@@ -209,7 +213,10 @@ def close(module: Model, group: Group | None = None) -> None:
         ValueError: `group` is a mesh of several dimensions.
 
     Example:
-        >>> dte_dist.close(module, group)
+        >>> report = dte_dist.delta_broadcast(model)
+        >>> dte_dist.close(model)  # on every rank
+        >>> dte_dist.delta_broadcast(model, bucket_bytes=1 << 20).version  # a new channel may have other options
+        1
     """
     pg = group_of(group)
     with exclusive(module):

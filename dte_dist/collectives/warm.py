@@ -25,6 +25,10 @@ def warm(*dtypes: torch.dtype) -> None:
 
     Example:
         >>> dte_dist.warm(torch.bfloat16, torch.float32)
+        >>> dte_dist.warm("bf16")
+        Traceback (most recent call last):
+            ...
+        ValueError: warm takes dtypes of torch, got 'bf16'
     """
     wrong = [dtype for dtype in dtypes if not isinstance(dtype, torch.dtype)]
     if wrong:

@@ -29,9 +29,11 @@ class DeltaWork(dist.Work):
         streams: to run it on, see `collectives.streams`; none on the CPU.
 
     Example:
-        >>> work = delta_broadcast(module, group, async_op=True)
-        >>> optimizer.step()
-        >>> report = work.wait()
+        >>> work = dte_dist.delta_broadcast(model, async_op=True)
+        >>> train()  # the bits to send are safe
+        >>> report = work.wait()  # rollout ranks: before they generate
+        >>> isinstance(work, dte_dist.DeltaWork), report.version
+        (True, 1)
     """
 
     def __init__(self, run: Callable[[], SyncReport], streams: Streams = ()) -> None:
@@ -42,11 +44,24 @@ class DeltaWork(dist.Work):
         self._thread = threading.Thread(target=self._run, args=(run, streams), name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
-        """Begin, in a thread of its own; once only. An interrupt may leave it unclear whether it began: `ended` tells."""
+        """Begin, in a thread of its own; once only. An interrupt may leave it unclear whether it began: `ended` tells.
+
+        Example:
+            >>> work = dte_dist.DeltaWork(lambda: "done")  # `delta_broadcast` begins the work that it returns
+            >>> work.start()
+            >>> work.wait()
+            'done'
+        """
         self._thread.start()
 
     def ended(self, timeout: float | None = None) -> bool:
-        """Return whether the sync has ended, well or not, or was never begun; wait for it at most so many seconds."""
+        """Return whether the sync has ended, well or not, or was never begun; wait for it at most so many seconds.
+
+        Example:
+            >>> work = dte_dist.delta_broadcast(model, async_op=True)
+            >>> work.ended(timeout=60)
+            True
+        """
         return self._done.wait(timeout) or not (self._thread.is_alive() or self._done.is_set())
 
     def _run(self, run: Callable[[], SyncReport], streams: Streams) -> None:
@@ -62,15 +77,36 @@ class DeltaWork(dist.Work):
             self._done.set()
 
     def is_completed(self) -> bool:
-        """Return whether the sync has ended, well or not."""
+        """Return whether the sync has ended, well or not.
+
+        Example:
+            >>> work = dte_dist.delta_broadcast(model, async_op=True)
+            >>> report = work.wait()
+            >>> work.is_completed()
+            True
+        """
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Return whether the sync has ended well."""
+        """Return whether the sync has ended well.
+
+        Example:
+            >>> work = dte_dist.delta_broadcast(model, async_op=True)
+            >>> report = work.wait()
+            >>> work.is_success()
+            True
+        """
         return self._done.is_set() and self._error is None
 
     def exception(self) -> Any:
-        """Return the error that ended the sync, None if there is none (yet)."""
+        """Return the error that ended the sync, None if there is none (yet).
+
+        Example:
+            >>> work = dte_dist.delta_broadcast(model, async_op=True)
+            >>> report = work.wait()
+            >>> print(work.exception())
+            None
+        """
         return self._error
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
@@ -82,6 +118,11 @@ class DeltaWork(dist.Work):
         Raises:
             TimeoutError: it has not ended in this time.
             DeltaError: the sync failed; the same on every rank.
+
+        Example:
+            >>> work = dte_dist.delta_broadcast(model, async_op=True)
+            >>> work.wait(timeout=60).kind
+            'full'
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._done.wait(min(seconds, threading.TIMEOUT_MAX) if seconds is not None else None):
@@ -91,5 +132,11 @@ class DeltaWork(dist.Work):
         return self._report
 
     def result(self) -> Any:
-        """Return the `SyncReport`; waits for it."""
+        """Return the `SyncReport`; waits for it.
+
+        Example:
+            >>> work = dte_dist.delta_broadcast(model, async_op=True)
+            >>> work.result().kind
+            'full'
+        """
         return self.wait()

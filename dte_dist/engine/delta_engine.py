@@ -93,24 +93,25 @@ class DeltaEngine:
         LayoutMismatch: the plan does not fill its receivers.
 
     Example:
-        >>> model, target = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        >>> engine = DeltaEngine(transport=dte_dist.LoopbackTransport(), mode="delta", anchor_interval=10)
-        >>> for step in range(3):
-        ...     engine.push(model.named_parameters(), version=step)
-        ...     engine.pull(target.named_parameters(), version=step)
-        >>> torch.equal(model.weight, target.weight)
+        >>> model, rollout = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        >>> engine = dte_dist.DeltaEngine(dte_dist.LoopbackTransport(), anchor_interval=10)
+        >>> for version in range(1, 4):  # the model trains here
+        ...     engine.push(model.named_parameters(), version)
+        ...     engine.pull(rollout.named_parameters(), version)
+        >>> torch.equal(model.weight, rollout.weight)
         True
 
         Two senders with half of the rows each, and a receiver with all of them:
 
         >>> halves, whole = torch.rand(4, 3).chunk(2), torch.zeros(4, 3)
-        >>> layouts = [dte_dist.Layout.from_views([("w", half, (4, 3), (2 * i, 0))]) for i, half in enumerate(halves)]
-        >>> layouts.append(dte_dist.Layout.from_tensors({"w": whole}))
-        >>> plan, transport = dte_dist.Plan.between(dict(enumerate(layouts[:2])), {2: layouts[2]}), dte_dist.LoopbackTransport()
-        >>> engines = [DeltaEngine(transport, plan=plan, rank=rank) for rank in range(3)]
-        >>> for rank in (0, 1):
-        ...     engines[rank].push(layouts[rank], version=1)
-        >>> engines[2].pull(layouts[2], version=1)
+        >>> upper, lower = (dte_dist.Layout.from_views([("w", half, (4, 3), (row, 0))]) for half, row in zip(halves, (0, 2)))
+        >>> target = dte_dist.Layout.from_tensors({"w": whole})
+        >>> plan = dte_dist.Plan.between({0: upper, 1: lower}, {2: target})
+        >>> transport = dte_dist.LoopbackTransport()
+        >>> engines = [dte_dist.DeltaEngine(transport, plan=plan, rank=rank) for rank in range(3)]
+        >>> engines[0].push(upper, version=1)
+        >>> engines[1].push(lower, version=1)
+        >>> engines[2].pull(target, version=1)
         >>> torch.equal(torch.cat(halves), whole)
         True
     """
@@ -142,7 +143,17 @@ class DeltaEngine:
 
     @property
     def version(self) -> int:
-        """The version that the targets of this engine hold; -1 if there is none, applying one failed, or others wrote to them."""
+        """The version that the targets of this engine hold; -1 if there is none, applying one failed, or others wrote to them.
+
+        Example:
+            >>> engine, weights = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), {"w": torch.ones(3)}
+            >>> engine.push(weights, version=7)
+            >>> engine.version  # nothing is pulled yet
+            -1
+            >>> engine.pull({"w": torch.zeros(3)}, version=7)
+            >>> engine.version
+            7
+        """
         return self._copy.version
 
     def push(self, tensors: Given, version: int, *, full: bool = False) -> None:
@@ -164,7 +175,12 @@ class DeltaEngine:
             Exception: whatever the transport raised; the engine is where it was, and the next delta contains this one.
 
         Example:
-            >>> engine.push(model.named_parameters(), version=step)
+            >>> engine, weights = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), {"w": torch.ones(3)}
+            >>> engine.push(weights, version=1)
+            >>> engine.push(weights, version=1)
+            Traceback (most recent call last):
+                ...
+            dte_dist.errors.VersionReplay: the version is not newer than the one pushed last ...
         """
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
         with self._telling():
@@ -204,7 +220,11 @@ class DeltaEngine:
             ApplyFailed: writing broke off; the targets hold no version until the next full one.
 
         Example:
-            >>> engine.pull(rollout.named_parameters(), version=step)
+            >>> engine, copy = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), torch.zeros(3)
+            >>> engine.push({"w": torch.ones(3)}, version=1)
+            >>> engine.pull({"w": copy}, version=1)
+            >>> copy
+            tensor([1., 1., 1.])
         """
         self.commit_live_apply(self.decode_for_live_apply(version), targets)
 
@@ -215,8 +235,11 @@ class DeltaEngine:
             PeerLost, VersionGap, VersionReplay, VersionRestart, FrameError, LayoutMismatch: see `pull`.
 
         Example:
-            >>> staged = engine.decode_for_live_apply(version=step)
-            >>> engine.commit_live_apply(staged, rollout.named_parameters())
+            >>> engine, copy = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), torch.zeros(3)
+            >>> engine.push({"w": torch.ones(3)}, version=1)
+            >>> staged = engine.decode_for_live_apply(version=1)
+            >>> copy  # still in use
+            tensor([0., 0., 0.])
         """
         with self._telling():
             check_version(version)
@@ -244,6 +267,14 @@ class DeltaEngine:
 
         Raises:
             VersionGap, VersionReplay, VersionRestart, FrameError, LayoutMismatch, ApplyFailed: see `pull`.
+
+        Example:
+            >>> engine, copy = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), torch.zeros(3)
+            >>> engine.push({"w": torch.ones(3)}, version=1)
+            >>> staged = engine.decode_for_live_apply(version=1)
+            >>> engine.commit_live_apply(staged, {"w": copy})
+            >>> copy
+            tensor([1., 1., 1.])
         """
         copy = self._copy
         for payload, _ in staged.parts:
@@ -287,8 +318,9 @@ def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> di
         FrameError, LayoutMismatch: the payload is damaged or does not fit the base; names the tensor.
 
     Example:
-        >>> tracker, weights = DeltaTracker(), {"w": torch.ones(2)}
-        >>> reconstruct_against_base(tracker.diff(weights, 1), {"w": torch.zeros(2)})
+        >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.ones(2)}
+        >>> payload = tracker.diff(weights, version=1)
+        >>> dte_dist.reconstruct_against_base(payload, {"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
     base, changes = named(base_tensors), read_payload(payload)

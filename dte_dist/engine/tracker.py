@@ -66,11 +66,12 @@ class DeltaTracker:
         ValueError: `ratio` is negative or no number, or `header` is neither True nor False.
 
     Example:
-        >>> tracker, weights = DeltaTracker(), {"w": torch.zeros(1000)}
-        >>> tracker.diff(weights, 1).full, tracker.commit(), tracker.version
-        (True, None, 1)
+        >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.zeros(1000)}
+        >>> tracker.diff(weights, version=1).full  # there is nothing to start from
+        True
+        >>> tracker.commit()
         >>> weights["w"][7] = -0.0
-        >>> tracker.diff(weights, 2).tensors["w@delta_idx"].tolist()
+        >>> tracker.diff(weights, version=2).tensors["w@delta_idx"].tolist()
         [7]
     """
 
@@ -88,12 +89,31 @@ class DeltaTracker:
 
     @property
     def version(self) -> int:
-        """The version committed last; -1 if there is none."""
+        """The version committed last; -1 if there is none.
+
+        Example:
+            >>> tracker = dte_dist.DeltaTracker()
+            >>> payload = tracker.diff({"w": torch.zeros(3)}, version=5)
+            >>> tracker.version
+            -1
+            >>> tracker.commit()
+            >>> tracker.version
+            5
+        """
         return self._chain.version
 
     @property
     def deltas(self) -> int:
-        """How many deltas were committed since the last full payload."""
+        """How many deltas were committed since the last full payload.
+
+        Example:
+            >>> tracker = dte_dist.DeltaTracker()
+            >>> for version in (1, 2, 3):  # full, delta, delta
+            ...     payload = tracker.diff({"w": torch.zeros(3)}, version)
+            ...     tracker.commit()
+            >>> tracker.deltas
+            2
+        """
         return self._chain.deltas
 
     def diff(
@@ -111,6 +131,17 @@ class DeltaTracker:
         Raises:
             VersionReplay: `version` is not above the one committed.
             LayoutMismatch: names, shapes or dtypes are not those of the version committed, or a tensor cannot be sent; names it.
+
+        Example:
+            >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.zeros(1000)}
+            >>> payload = tracker.diff(weights, version=1)
+            >>> payload.full, sorted(payload.tensors)
+            (True, ['__awex_delta_header__', 'w'])
+            >>> tracker.commit()
+            >>> weights["w"][3] = 1
+            >>> payload = tracker.diff(weights, version=2)
+            >>> payload.full, sorted(payload.tensors)
+            (False, ['__awex_delta_header__', 'w@delta_idx', 'w@delta_val'])
         """
         self.rollback()
         check_version(version)
@@ -142,6 +173,13 @@ class DeltaTracker:
 
         Raises:
             RuntimeError: there was no `diff`.
+
+        Example:
+            >>> tracker = dte_dist.DeltaTracker()
+            >>> payload = tracker.diff({"w": torch.zeros(3)}, version=1)
+            >>> tracker.commit()  # the payload was sent
+            >>> tracker.version
+            1
         """
         if self._pending is None:
             raise RuntimeError("there is nothing to commit: call diff first")
@@ -154,7 +192,19 @@ class DeltaTracker:
         self._pending = None  # last: until then an interrupt leaves it to `rollback`, which starts a new run
 
     def rollback(self) -> None:
-        """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes."""
+        """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes.
+
+        Example:
+            >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.zeros(1000)}
+            >>> payload = tracker.diff(weights, version=1)
+            >>> tracker.commit()
+            >>> weights["w"][3] = 1
+            >>> payload = tracker.diff(weights, version=2)
+            >>> tracker.rollback()  # the payload was lost
+            >>> weights["w"][5] = 1
+            >>> tracker.diff(weights, version=3).tensors["w@delta_idx"].tolist()
+            [3, 5]
+        """
         if self._pending is not None:
             self._chain.broken_off = True  # first: an interrupt may come between the two
             self._pending = None

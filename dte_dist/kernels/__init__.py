@@ -39,7 +39,7 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `split_again(previous, positions) -> (plane, fresh)` | which of some previous positions are among others, as bits, and which of the others are new |
 | `count_again(plane, size)`, `join_again(previous, plane, fresh, count) -> positions` | how many bits are set; the reverse |
 | `distances(old, new) -> distances` | how far bits have moved, element by element, as int32 |
-| `measure(distances) -> Classes`, `plan(classes, width, zeros) -> Planes` | how many there are of each size, and how they, and as many distances of 0, are best written as planes; `plan` and `best_low` are the host's, `codecs_on("cpu")` |
+| `measure(distances) -> Classes`, `choose_planes(classes, width, zeros) -> Planes` | how many there are of each size, and how they, and as many distances of 0, are best written as planes; `choose_planes` and `best_low` are the host's, `codecs_on("cpu")` |
 | `encode_planes(classes, width, plan)`, `decode_planes(stream, count, dtype, plan) -> (distances, bool)` | distances as planes of bits |
 | `narrow(distances, dtype)`, `widen(distances)` | int32 distances, which encoders take, to the dtype of bits, and back |
 | `count_ulp8(distances)`, `encode_ulp8(distances, width, others)`, `decode_ulp8(stream, count, dtype, escapes)` | distances as a byte each |

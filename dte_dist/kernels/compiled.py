@@ -24,9 +24,10 @@ def loop(function: Callable[..., Any]) -> Any:
     """Make a loop that Python calls; it is compiled when it is first called with arguments of some types.
 
     Example:
-        >>> @loop
-        ... def total(count):
-        ...     return sum(range(count))
+        >>> import inspect
+        >>> from dte_dist.kernels import loops
+        >>> inspect.getsource(loops.advance).splitlines()[0]
+        '@loop'
     """
     return _stamped(njit(**_OPTIONS, no_cfunc_wrapper=True)(function))
 

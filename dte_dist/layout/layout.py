@@ -50,8 +50,8 @@ class Layout:
         is_partial: True if a receiver with this layout asks for some of the model's tensors only.
 
     Example:
-        >>> layout = Layout.from_module(torch.nn.Linear(3, 2))
-        >>> [entry.name for entry in layout.manifest.entries], [tuple(t.shape) for t in layout.tensors()]
+        >>> layout = dte_dist.Layout.from_module(torch.nn.Linear(3, 2))
+        >>> [entry.name for entry in layout.manifest.entries], [tuple(tensor.shape) for tensor in layout.tensors()]
         (['bias', 'weight'], [(2,), (2, 3)])
     """
 
@@ -99,7 +99,7 @@ class Layout:
             ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be written as UTF-8.
 
         Example:
-            >>> Layout.from_module(torch.nn.Linear(3, 2), select=["w*"], rename="head.{}".format).manifest.entries[0].name
+            >>> dte_dist.Layout.from_module(torch.nn.Linear(3, 2), select=["w*"], rename="head.{}".format).manifest.entries[0].name
             'head.weight'
         """
         tree, rule = ModuleTree(module), NameRule.of(select, rename)
@@ -125,7 +125,7 @@ class Layout:
             ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be written as UTF-8.
 
         Example:
-            >>> Layout.from_tensors({"w": torch.zeros(2, 3)}).manifest.entries[0].shape
+            >>> dte_dist.Layout.from_tensors({"w": torch.zeros(2, 3)}).manifest.entries[0].shape
             (2, 3)
         """
         items = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
@@ -148,7 +148,7 @@ class Layout:
             ValueError: an argument is of the wrong type.
 
         Example:
-            >>> Layout.from_shards([("w", torch.zeros(2, 3), ShardSpec((2, 3), None, ()))]).manifest.block(0, ()).shape
+            >>> dte_dist.Layout.from_shards([("w", torch.zeros(2, 3), dte_dist.ShardSpec((2, 3), None, ()))]).manifest.block(0, ()).shape
             (2, 3)
         """
         return cls(spots_of_shards(shards), partial=partial)
@@ -170,7 +170,7 @@ class Layout:
 
         Example:
             >>> qkv = torch.zeros(6, 4)
-            >>> layout = Layout.from_views([("q", qkv[:2], (4, 4), (2, 0)), ("k", qkv[2:4], (4, 4), (2, 0))])
+            >>> layout = dte_dist.Layout.from_views([("q", qkv[:2], (4, 4), (2, 0)), ("k", qkv[2:4], (4, 4), (2, 0))])
             >>> layout.manifest.block(0, ()).runs
             (((2, 2),), ((0, 4),))
         """
@@ -186,11 +186,23 @@ class Layout:
         Raises:
             LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot. Or the
                 tensors are on several accelerators.
+
+        Example:
+            >>> layer = torch.nn.Linear(3, 2)
+            >>> bias, weight = dte_dist.Layout.from_module(layer).tensors()
+            >>> weight is layer.weight
+            True
         """
         return list(self.read().live.tensors)
 
     def read(self) -> LocalTensors:
-        """Return what `tensors` does, and what was learnt on the way; on one device, see `layout.devices`."""
+        """Return what `tensors` does, and what was learnt on the way; on one device, see `layout.devices`.
+
+        Example:
+            >>> read = dte_dist.Layout.from_tensors({"w": torch.zeros(2, 3)}).read()
+            >>> [tuple(tensor.shape) for tensor in read.tensors], read.dtypes
+            ([(2, 3)], [torch.float32])
+        """
         if self._follow is not None:
             self._follow_module(self._follow)
         objects = self._resolve()
@@ -214,18 +226,42 @@ class Layout:
         return read.at_home(self._away) if self._away else read
 
     def buffers(self) -> list[bool]:
-        """Return for each entry whether it is a buffer of a module; never for tensors given one by one."""
+        """Return for each entry whether it is a buffer of a module; never for tensors given one by one.
+
+        Example:
+            >>> norm = torch.nn.BatchNorm1d(3)
+            >>> layout = dte_dist.Layout.from_module(norm)
+            >>> [entry.name for entry, is_buffer in zip(layout.manifest.entries, layout.buffers()) if is_buffer]
+            ['num_batches_tracked', 'running_mean', 'running_var']
+        """
         return [False] * len(self._spots) if self._follow is None else self._follow.are_buffers(self._homes)
 
     def homes(self) -> list[tuple[int, Any]]:
-        """Return for each entry what tells where in the module it is found, whatever `rename=` calls it."""
+        """Return for each entry what tells where in the module it is found, whatever `rename=` calls it.
+
+        Example:
+            >>> layer = torch.nn.Linear(3, 2)
+            >>> layout = dte_dist.Layout.from_module(layer, rename="head.{}".format)
+            >>> layout.homes() == [(id(layer._parameters), "bias"), (id(layer._parameters), "weight")]
+            True
+        """
         return [
             found.home if isinstance(found, FlatView) else (id(holder), key)
             for (holder, key), found in zip(self._homes, self._objects, strict=True)
         ]
 
     def is_trained(self) -> bool:
-        """Return whether the module, or what was given instead, is trained; see `modules.is_trained`."""
+        """Return whether the module, or what was given instead, is trained; see `modules.is_trained`.
+
+        Example:
+            >>> layer = torch.nn.Linear(3, 2)
+            >>> layout = dte_dist.Layout.from_module(layer)
+            >>> layout.is_trained()
+            False
+            >>> layer(torch.ones(1, 3)).sum().backward()
+            >>> layout.is_trained()
+            True
+        """
         module = None if self._follow is None else self._follow.module()
         if module is not None:
             return is_trained(module)
@@ -247,13 +283,18 @@ class Layout:
 
         Example:
             >>> weights = {"w": torch.zeros(2)}
-            >>> Layout.from_tensors(weights).refuse_copies()  # whoever holds `weights` may write to it
+            >>> dte_dist.Layout.from_tensors(weights).refuse_copies()  # whoever holds `weights` may write to it
         """
         if self._copies is not None and not self._copies.is_settled:
             self._copies.refuse(self._names, self._objects, self._counted())
 
     def note_changes(self, count: int) -> None:
-        """Note how many changes a source found; warn once if there are none for long, and nobody writes."""
+        """Note how many changes a source found; warn once if there are none for long, and nobody writes.
+
+        Example:
+            >>> weights = {"w": torch.zeros(2)}
+            >>> dte_dist.Layout.from_tensors(weights).note_changes(0)  # one sync without changes is no reason to warn
+        """
         if self._copies is not None and self._copies.is_suspicious(count):
             self._copies.warn(self._names, self._counted())
 

@@ -50,9 +50,8 @@ class Holding:
         partial: on a receiver, True if it asks for some of the slots only (`select=`).
 
     Example:
-        >>> from dte_dist.layout import Layout
-        >>> layout = Layout.from_tensors({"w": torch.zeros(4)})
-        >>> Holding(layout.manifest, layout.coordinates, partial=True).partial
+        >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4)})
+        >>> dte_dist.Holding(layout.manifest, layout.coordinates, partial=True).partial
         True
     """
 

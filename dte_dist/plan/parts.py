@@ -61,7 +61,6 @@ def parts_of(plan: Plan, sender: int) -> dict[tuple[str, int], Part]:
     """Return the parts that a sender sends, by slot and entry.
 
     Example:
-        >>> from dte_dist import Layout
         >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
         >>> [part.name for part in parts_of(Plan.between({0: layout}, {1: layout}), 0).values()]
         ['w']
@@ -84,7 +83,6 @@ def blocks_of(plan: Plan, receiver: int) -> dict[tuple[str, int], Block]:
     """Return what a receiver holds, by slot and entry.
 
     Example:
-        >>> from dte_dist import Layout
         >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
         >>> blocks_of(Plan.between({0: layout}, {1: layout}), 1)["w", 0].shape
         (4, 3)
@@ -104,7 +102,6 @@ def landings_of(plan: Plan, sender: int, receiver: int, parts: Mapping[tuple[str
         parts: of the sender, see `parts_of`.
 
     Example:
-        >>> from dte_dist import Layout
         >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
         >>> plan = Plan.between({0: layout}, {1: layout})
         >>> [landing.is_whole for landing in landings_of(plan, 0, 1, parts_of(plan, 0))]

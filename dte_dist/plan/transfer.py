@@ -89,10 +89,10 @@ class Plan:
         contributed: by source, bytes on the wire that it contributes; first the root of the broadcast.
 
     Example:
-        >>> import torch
-        >>> whole = Layout.from_tensors({"w": torch.zeros(4, 3)})
-        >>> lower = Layout.from_views([("w", torch.zeros(2, 3), (4, 3), (2, 0))])
-        >>> [(op.send_rank, op.recv_rank, op.train_slices[0], op.inf_slices[0]) for op in Plan.between({0: whole}, {1: lower}).ops]
+        >>> whole = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+        >>> lower = dte_dist.Layout.from_views([("w", torch.zeros(2, 3), (4, 3), (2, 0))])
+        >>> plan = dte_dist.Plan.between({0: whole}, {1: lower})
+        >>> [(op.send_rank, op.recv_rank, op.train_slices[0], op.inf_slices[0]) for op in plan.ops]
         [(0, 1, slice(2, 4, None), slice(0, 2, None))]
     """
 
@@ -115,9 +115,8 @@ class Plan:
             ValueError: there are no sources.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> len(Plan.between({0: layout}, {1: layout, 2: layout}).ops)
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> len(dte_dist.Plan.between({0: layout}, {1: layout, 2: layout}).ops)
             2
         """
         if not sources:
@@ -128,7 +127,16 @@ class Plan:
 
     @classmethod
     def of(cls, model: ModelMap, root: int) -> Plan:
-        """Return the plan of a model map whose broadcast goes over source `root`."""
+        """Return the plan of a model map whose broadcast goes over source `root`.
+
+        Example:
+            >>> from dte_dist.plan.model_map import ModelMap
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> holding = dte_dist.Holding(layout.manifest, layout.coordinates)
+            >>> plan = dte_dist.Plan.of(ModelMap({0: holding}, {1: holding}), root=0)
+            >>> plan.digest() == dte_dist.Plan.between({0: layout}, {1: layout}).digest()
+            True
+        """
         sent, held = (Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces))
         sizes = {rank: sum(width * space.numel for width, space in spaces.items()) for rank, spaces in model.source_spaces.items()}
         return cls(_Meeting(sent, held).ops(model.slots), model.slots, held, {root: sizes.pop(root), **sizes})
@@ -145,9 +153,8 @@ class Plan:
         """Return the ops of one sender, of one receiver, or between both; None for any rank.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> [op.recv_rank for op in Plan.between({0: layout}, {1: layout, 2: layout}).ops_for(recv_rank=2)]
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> [op.recv_rank for op in dte_dist.Plan.between({0: layout}, {1: layout, 2: layout}).ops_for(recv_rank=2)]
             [2]
         """
         return self._columns.where(send_rank, recv_rank)
@@ -160,9 +167,8 @@ class Plan:
                 that it reads.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> Plan.between({0: layout}, {1: layout}).validate()
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> dte_dist.Plan.between({0: layout}, {1: layout}).validate()
         """
         columns, left = self._columns, set(self.held.slot.tolist())
         tiled: dict[tuple[int, bytes], bool] = {}
@@ -192,9 +198,8 @@ class Plan:
         """Return 16 bytes that differ when plans differ: compare them across ranks before relying on the plan.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> Plan.between({0: layout}, {1: layout}).digest() == Plan.between({0: layout}, {2: layout}).digest()
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> dte_dist.Plan.between({0: layout}, {1: layout}).digest() == dte_dist.Plan.between({0: layout}, {2: layout}).digest()
             False
         """
         return self._columns.digest()
@@ -203,9 +208,8 @@ class Plan:
         """Return the dense bytes that one rank sends to another, in wire dtypes; 0 if they have nothing in common.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> Plan.between({0: layout}, {1: layout}).bytes_between(0, 1)
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> dte_dist.Plan.between({0: layout}, {1: layout}).bytes_between(0, 1)
             48
         """
         return self._traffic.get((send, recv), 0)
@@ -220,9 +224,8 @@ class Plan:
             ValueError: there is no such route.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> plan = Plan.between({0: layout}, {1: layout, 2: layout})
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> plan = dte_dist.Plan.between({0: layout}, {1: layout, 2: layout})
             >>> plan.busiest_bytes("p2p"), plan.busiest_bytes("broadcast")
             (96, 48)
         """
@@ -235,9 +238,8 @@ class Plan:
             ValueError: there is no such route.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> Plan.between({0: layout}, {1: layout, 2: layout}).total_bytes("broadcast")
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> dte_dist.Plan.between({0: layout}, {1: layout, 2: layout}).total_bytes("broadcast")
             96
         """
         return self._loads(route)[0].total()
@@ -246,9 +248,8 @@ class Plan:
         """Return the route on which the busiest rank has least to move, or else all ranks together; and why.
 
         Example:
-            >>> import torch
-            >>> layout = Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> Plan.between({0: layout}, {1: layout, 2: layout}).choose_route()
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> dte_dist.Plan.between({0: layout}, {1: layout, 2: layout}).choose_route()
             ('broadcast', 'busiest rank 48 B, 96 B over p2p')
         """
         costs = {route: (self.busiest_bytes(route), self.total_bytes(route)) for route in ROUTES}

@@ -39,8 +39,9 @@ class TransferOp:
             `Layout.tensors()`: a rank may hold several regions of one slot.
 
     Example:
-        >>> TransferOp(0, 2, "w", (slice(0, 2), slice(1, 4)), (slice(3, 5), slice(0, 3))).shape
-        (2, 3)
+        >>> op = dte_dist.TransferOp(0, 2, "w", (slice(0, 2), slice(1, 4)), (slice(3, 5), slice(0, 3)))
+        >>> sent, received = torch.ones(2, 4), torch.zeros(5, 3)
+        >>> received[op.inf_slices] = sent[op.train_slices]
     """
 
     send_rank: int
@@ -53,12 +54,22 @@ class TransferOp:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements that are copied, per dimension."""
+        """Elements that are copied, per dimension.
+
+        Example:
+            >>> dte_dist.TransferOp(0, 2, "w", (slice(0, 2), slice(1, 4)), (slice(3, 5), slice(0, 3))).shape
+            (2, 3)
+        """
         return _lengths(self.train_slices)
 
     @property
     def numel(self) -> int:
-        """Number of elements that are copied."""
+        """Number of elements that are copied.
+
+        Example:
+            >>> dte_dist.TransferOp(0, 2, "w", (slice(0, 2), slice(1, 4)), (slice(3, 5), slice(0, 3))).numel
+            6
+        """
         return prod(self.shape)
 
 

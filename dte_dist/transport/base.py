@@ -57,7 +57,12 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors.
+
+        Example:
+            >>> dte_dist.payload_of({"w": torch.zeros(3, dtype=torch.bfloat16)}, version=1).nbytes
+            6
+        """
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -71,10 +76,23 @@ class Transport(ABC):
     With several senders, each sends its own payload of a version, and a receiver asks for those of the senders it needs, one by one.
 
     Example:
-        >>> class Log(Transport):
-        ...     def send(self, payload, *, timeout): self.last = payload
-        ...     def receive(self, version, *, sender=0, timeout): return self.last
-        ...     def close(self): pass
+        >>> class Folder(dte_dist.Transport):
+        ...     def __init__(self, path):
+        ...         self.path = path
+        ...     def send(self, payload, *, timeout):
+        ...         torch.save(dict(payload.tensors), f"{self.path}/{payload.version}.pt")
+        ...     def receive(self, version, *, sender=0, timeout):
+        ...         return dte_dist.payload_of(torch.load(f"{self.path}/{version}.pt"), version)
+        ...     def close(self):
+        ...         pass
+        >>> from tempfile import TemporaryDirectory
+        >>> copy = torch.zeros(3)
+        >>> with TemporaryDirectory() as path:
+        ...     engine = dte_dist.DeltaEngine(Folder(path))
+        ...     engine.push({"w": torch.ones(3)}, version=1)
+        ...     engine.pull({"w": copy}, version=1)
+        >>> copy
+        tensor([1., 1., 1.])
     """
 
     @abstractmethod
@@ -88,6 +106,10 @@ class Transport(ABC):
         Raises:
             PeerLost: it could not be handed over in time.
             ChannelClosed: the transport is closed.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()
+            >>> transport.send(dte_dist.Payload(1, -1, True, {"w": torch.ones(3)}), timeout=1)
         """
 
     @abstractmethod
@@ -103,6 +125,12 @@ class Transport(ABC):
             PeerLost: it did not come in time.
             VersionGap: it is not kept any more, or was left out.
             ChannelClosed: the transport is closed.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()
+            >>> transport.send(dte_dist.Payload(1, -1, True, {"w": torch.ones(3)}), timeout=1)
+            >>> transport.receive(1, timeout=1).tensors
+            {'w': tensor([1., 1., 1.])}
         """
 
     def fail(self, error: Exception, *, timeout: float) -> None:  # noqa: B027
@@ -111,11 +139,21 @@ class Transport(ABC):
         Args:
             error: what is wrong here; the engine raises it next, unless this raises what all ranks raise.
             timeout: seconds.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()  # nobody waits for its senders
+            >>> transport.fail(ValueError("no weights to send"), timeout=1)
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; whoever waits gets a `ChannelClosed`. May be called twice."""
+        """Let go of everything; whoever waits gets a `ChannelClosed`. May be called twice.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()
+            >>> transport.close()
+            >>> transport.close()
+        """
 
 
 def check_timeout(timeout: timedelta | float) -> float:

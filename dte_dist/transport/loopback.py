@@ -23,9 +23,9 @@ class LoopbackTransport(Transport):
         ValueError: `history` is no positive number.
 
     Example:
-        >>> transport = LoopbackTransport(history=4)
-        >>> transport.send(Payload(1, -1, True, {}), timeout=1.0)
-        >>> transport.receive(1, timeout=1.0).version
+        >>> transport = dte_dist.LoopbackTransport(history=4)
+        >>> transport.send(dte_dist.Payload(1, -1, True, {}), timeout=1)
+        >>> transport.receive(1, timeout=1).version
         1
     """
 
@@ -39,7 +39,15 @@ class LoopbackTransport(Transport):
         self._moved = threading.Condition()
 
     def send(self, payload: Payload, *, timeout: timedelta | float) -> None:
-        """Keep a payload for receivers, and drop the sender's oldest if there is no room; never waits."""
+        """Keep a payload for receivers, and drop the sender's oldest if there is no room; never waits.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport(history=1)
+            >>> for version in (1, 2):
+            ...     transport.send(dte_dist.Payload(version, -1, True, {}), timeout=1)
+            >>> transport.receive(2, timeout=1).version  # version 1 is dropped
+            2
+        """
         check_timeout(timeout)
         with self._moved:
             self._refuse_closed()
@@ -52,7 +60,14 @@ class LoopbackTransport(Transport):
             self._moved.notify_all()
 
     def receive(self, version: int, *, sender: int = 0, timeout: timedelta | float) -> Payload:
-        """Return the payload of a sender that makes `version`, waiting for it if the sender has not come so far."""
+        """Return the payload of a sender that makes `version`, waiting for it if the sender has not come so far.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()
+            >>> transport.send(dte_dist.Payload(1, -1, True, {}), timeout=1)
+            >>> transport.receive(1, timeout=1) is transport.receive(1, timeout=1)
+            True
+        """
         seconds = check_timeout(timeout)
         with self._moved:
             came = self._moved.wait_for(lambda: self._is_settled(version, sender), seconds)
@@ -68,7 +83,16 @@ class LoopbackTransport(Transport):
         raise PeerLost("a version did not come in time", ranks=[sender], expected=expected, got=got, fix="look after the sender")
 
     def close(self) -> None:
-        """Drop all payloads and wake whoever waits."""
+        """Drop all payloads and wake whoever waits.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()
+            >>> transport.close()
+            >>> transport.receive(1, timeout=1)
+            Traceback (most recent call last):
+                ...
+            dte_dist.errors.ChannelClosed: the transport is closed. Way out: make a new one.
+        """
         with self._moved:
             self._closed = True
             self._kept.clear()

@@ -85,12 +85,15 @@ class ProcessGroupTransport(Transport):
         PeerLost: a rank did not come.
 
     Example:
+        >>> layer = torch.nn.Linear(3, 2)  # other bits on every rank
         >>> transport = dte_dist.ProcessGroupTransport(group)
         >>> engine = dte_dist.DeltaEngine(transport)
-        >>> if dist.get_rank(group) == 0:
-        ...     engine.push(model.named_parameters(), version=step)
+        >>> if rank == 0:
+        ...     engine.push(layer.named_parameters(), version=1)
         ... else:
-        ...     engine.pull(model.named_parameters(), version=step)
+        ...     engine.pull(layer.named_parameters(), version=1)
+        >>> engine.version == (-1 if rank == 0 else 1)
+        True
     """
 
     def __init__(
@@ -176,6 +179,13 @@ class ProcessGroupTransport(Transport):
             VersionError, FrameError, LayoutMismatch, ValueError, SyncFailed: on all ranks; nobody has got it.
             PeerLost: a rank was lost, or did not come in time.
             ChannelClosed: the transport is closed, here or on another rank.
+
+        Example:
+            >>> transport = dte_dist.ProcessGroupTransport(group)
+            >>> if rank == 0:
+            ...     transport.send(dte_dist.payload_of({"w": torch.ones(3)}, version=1), timeout=60)
+            ... else:
+            ...     payload = transport.receive(1, timeout=60)
         """
         self._refuse_closed()
         version = getattr(payload, "version", _NONE)
@@ -200,6 +210,16 @@ class ProcessGroupTransport(Transport):
             VersionGap: on a rank that sends, too: it has not sent this version, or has received it before.
             PeerLost: a rank was lost, or did not come in time.
             ChannelClosed: the transport is closed, here or on another rank.
+
+        Example:
+            >>> transport = dte_dist.ProcessGroupTransport(group)
+            >>> payload = dte_dist.payload_of({"w": torch.ones(3)}, version=1)
+            >>> if rank == 0:
+            ...     transport.send(payload, timeout=60)
+            ... else:
+            ...     payload = transport.receive(1, timeout=60)
+            >>> payload.tensors["w"]
+            tensor([1., 1., 1.])
         """
         self._refuse_closed()
         source = sender if self._roles.plan else self._roles.contributors[0]
@@ -219,12 +239,32 @@ class ProcessGroupTransport(Transport):
             DeltaError, ValueError: the error, on all ranks.
             PeerLost: a rank was lost, or did not come in time.
             ChannelClosed: another rank has closed the transport.
+
+        Example:
+            >>> transport = dte_dist.ProcessGroupTransport(group)
+            >>> try:
+            ...     if rank == 0:
+            ...         transport.fail(ValueError("no weights to send"), timeout=60)
+            ...     else:
+            ...         transport.receive(1, timeout=60)
+            ... except ValueError as error:  # on every rank
+            ...     print(error)
+            no weights to send (raised on rank 0 of the group)
         """
         if self._why is None and os.getpid() == self._pid and self._rank in self._roles.members:
             self._meet(_NONE, None, error, timeout)
 
     def close(self) -> None:
-        """Close the transport on this rank; the others are told when they call next."""
+        """Close the transport on this rank; the others are told when they call next.
+
+        Example:
+            >>> transport = dte_dist.ProcessGroupTransport(group)
+            >>> transport.close()
+            >>> transport.receive(1, timeout=60)
+            Traceback (most recent call last):
+                ...
+            dte_dist.errors.ChannelClosed: the transport is closed: it was closed. Way out: make a new transport on every rank of the group.
+        """
         if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
             if self._rank in self._roles.members:
                 self._watch.board.leave(self._rank)

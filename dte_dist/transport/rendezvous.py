@@ -74,8 +74,9 @@ def group_of(group: Group | None) -> dist.ProcessGroup | None:
         ValueError: it is a mesh of several dimensions, or one that has no group on this rank.
 
     Example:
-        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("role", "shard"))
         >>> group_of(mesh["shard"]) is mesh.get_group("shard")
+        True
+        >>> group_of(None) is dist.group.WORLD
         True
     """
     if not isinstance(group, DeviceMesh):

@@ -56,7 +56,12 @@ def agreed(call: Callable[[], _T]) -> _T:
             it.
 
     Example:
-        >>> decision = agreed(lambda: decide(rows, root))
+        >>> agreed(lambda: max([1, 2]))
+        2
+        >>> agreed(lambda: max([]))
+        Traceback (most recent call last):
+            ...
+        dte_dist.transport.together.Agreed...
     """
     try:
         return call()
@@ -111,7 +116,11 @@ def raise_if_any(
         PeerLost: a rank did not answer.
 
     Example:
-        >>> newest = raise_if_any(wire, error, [version]).max()
+        >>> from datetime import timedelta
+        >>> from dte_dist.transport.groups import Membership
+        >>> alone = Membership(0, 1, (0,), dist.HashStore(), "cpu:gloo", timedelta(seconds=60))
+        >>> raise_if_any(Wire("control", [0], alone, "gloo"), None, [7]).tolist()
+        [[7]]
     """
     rows = wire.rows(np.array([_mark(error), *said], np.int64))
     if rows[:, 0].any():
