@@ -17,8 +17,8 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 import dte_dist
-from tests.distributed.launcher import Ranks
 from tests.examples.collect import Docstring, docstrings
+from tests.examples.conftest import Stage
 from tests.examples.world import WORLD, local, make_mesh, on_ranks
 
 ON_RANKS = (
@@ -54,8 +54,8 @@ def test_example(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FOUND if name.startswith(ON_RANKS)))
-def test_example_on_ranks(name: str, ranks: Ranks):
-    said = ranks.run(run_on_rank, name)
+def test_example_on_ranks(name: str, stage: Stage):
+    said = stage.run(run_on_rank, name)
     wrong = {text: [rank for rank in range(WORLD) if said[rank] == text] for text in said if text}
     assert not wrong, "\n".join(f"--- ranks {ranks}:\n{text}" for text, ranks in wrong.items())
 
@@ -89,7 +89,7 @@ def _public() -> tuple[str, ...]:
 
 
 def public_names() -> Iterator[tuple[str, str]]:
-    """Yield the full name of every public name that can have an example, and of every public method and property, with its last part."""
+    """Yield full name and last part of every public name, and of every public method and property of a class."""
     for name in sorted(set(dte_dist.__all__) - {"__version__"}):
         found = getattr(dte_dist, name)
         if name == "Detector":  # a type has no docstring of its own: the string below it is one
@@ -98,7 +98,8 @@ def public_names() -> Iterator[tuple[str, str]]:
         origin = f"{found.__module__}.{found.__qualname__}"
         yield origin, name
         for member, value in vars(found).items() if inspect.isclass(found) else ():
-            if not member.startswith("_") and isinstance(value, classmethod | staticmethod | property) | inspect.isfunction(value):
+            is_code = isinstance(value, classmethod | staticmethod | property) or inspect.isfunction(value)
+            if is_code and not member.startswith("_"):
                 yield f"{origin}.{member}", member
 
 
