@@ -23,7 +23,7 @@ from dte_dist.errors import (
 )
 from dte_dist.layout import Layout, ShardSpec
 from dte_dist.plan import Plan, TransferOp, remap_delta_indices
-from dte_dist.plan.model_map import Holding
+from dte_dist.plan.model_map import RankLayout
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.transport.base import Payload, Transport
 from dte_dist.transport.loopback import LoopbackTransport
@@ -41,7 +41,6 @@ __all__ = [
     "DeltaWork",
     "Detector",
     "FrameError",
-    "Holding",
     "Layout",
     "LayoutMismatch",
     "LoopbackTransport",
@@ -50,6 +49,7 @@ __all__ = [
     "PeerLost",
     "Plan",
     "ProcessGroupTransport",
+    "RankLayout",
     "ShardSpec",
     "SyncFailed",
     "SyncReport",

@@ -37,32 +37,32 @@ class DeltaError(RuntimeError):
         ranks: ranks of the group concerned, if known.
         expected: what should have been there.
         got: what was there.
-        fix: what the user can do about it.
+        hint: what the user can do about it.
 
     Example:
-        >>> print(DeltaError("shapes differ", slot="w", ranks=[2], expected=(4, 4), got=(4, 5), fix="build the same model"))
-        shapes differ [slot 'w'; ranks 2; expected (4, 4); got (4, 5)]. Way out: build the same model.
+        >>> print(DeltaError("shapes differ", tensor="w", ranks=[2], expected=(4, 4), got=(4, 5), hint="build the same model"))
+        shapes differ [tensor 'w'; ranks 2; expected (4, 4); got (4, 5)]. Hint: build the same model.
     """
 
     def __init__(
         self,
         what: str,
         *,
-        slot: str | None = None,
+        tensor: str | None = None,
         ranks: Iterable[int] | None = None,
         expected: object = None,
         got: object = None,
-        fix: str | None = None,
+        hint: str | None = None,
     ) -> None:
         facts = [
-            f"slot {slot!r}" if slot is not None else "",
+            f"tensor {tensor!r}" if tensor is not None else "",
             f"ranks {', '.join(map(str, ranks))}" if ranks is not None else "",
             f"expected {expected}" if expected is not None else "",
             f"got {got}" if got is not None else "",
         ]
         known = "; ".join(fact for fact in facts if fact)
-        text = what + (f" [{known}]" if known else "") + (f". Way out: {fix}." if fix else "")
-        # half a letter, in a name of another rank say, could not be told to others
+        text = what + (f" [{known}]" if known else "") + (f". Hint: {hint}." if hint else "")
+        # half a inline payload, in a name of another rank say, could not be told to others
         super().__init__(text.encode("utf-8", "backslashreplace").decode())
 
 
@@ -76,7 +76,7 @@ class LayoutMismatch(DeltaError):
         ...     dte_dist.Plan.between({0: sent}, {1: held})
         ... except dte_dist.LayoutMismatch as error:
         ...     print(error)
-        shapes differ [slot 'w'; ranks 1; expected (4, 4); got (4, 5)]. Way out: build the same model on both sides, ...
+        shapes differ [tensor 'w'; ranks 1; expected (4, 4); got (4, 5)]. Hint: build the same model on both sides, ...
     """
 
 
@@ -88,7 +88,7 @@ class FrameError(DeltaError):
         ...     dte_dist.payload_of({"w": torch.zeros(2)})
         ... except dte_dist.FrameError as error:
         ...     print(error)
-        a payload without a header is a full one, and does not say its version [expected version=; got none]. Way out: ...
+        a payload without a header is a full one, and does not say its version [expected version=; got none]. Hint: ...
     """
 
 
@@ -100,7 +100,7 @@ class VersionError(DeltaError):
         ...     dte_dist.delta_broadcast(model, version=7 if rank == 0 else 8)
         ... except dte_dist.VersionError as error:  # on every rank
         ...     print(error)
-        version= differs between ranks [ranks ...; got 7 on rank 0, 8 on rank ...]. Way out: pass the same version= on every source; ...
+        version= differs between ranks [ranks ...; got 7 on rank 0, 8 on rank ...]. Hint: pass the same version= on every source; ...
     """
 
 
@@ -216,7 +216,7 @@ class ChannelClosed(DeltaError):
         ...     transport.receive(1, timeout=1)
         ... except dte_dist.ChannelClosed as error:
         ...     print(error)
-        the transport is closed. Way out: make a new one.
+        the transport is closed. Hint: make a new one.
     """
 
 

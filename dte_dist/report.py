@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-__all__ = ["PHASES", "Phases", "SyncReport", "VerifyReport", "size"]
+__all__ = ["PHASES", "Phases", "SyncReport", "VerifyReport", "format_bytes"]
 
 PHASES = ("wait", "detect", "encode", "gather", "wire", "decode", "apply", "commit", "verify")
 """The phases of a sync, in the order in which they begin."""
@@ -188,7 +188,7 @@ class SyncReport:
         frames = f"{self.frames} frame{'' if self.frames == 1 else 's'}{route}{_named(self.codecs)}"
         return (
             f"{base} -> v{self.version} {self.kind}{why}: {self.changed:,} of {self.total:,} changed ({self.density * 100:.2f} %), "
-            f"{size(self.wire_bytes)} to each receiver (dense {size(self.dense_bytes)}{ratio}), "
+            f"{format_bytes(self.wire_bytes)} to each receiver (dense {format_bytes(self.dense_bytes)}{ratio}), "
             f"{frames}, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
         )
 
@@ -211,11 +211,11 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def size(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Write a number of bytes as a person reads it.
 
     Example:
-        >>> size(936), size(2_500_000)
+        >>> format_bytes(936), format_bytes(2_500_000)
         ('936 B', '2.5 MB')
     """
     for unit in ("B", "kB", "MB", "GB"):

@@ -68,7 +68,7 @@ class Rollout:
 
 
 def _tensor_parallel(settings: Settings, ranks: int) -> dict[str, ParallelStyle]:
-    """Which way each weight is cut: by its outputs on the way in, by its inputs on the way out; norms stay whole."""
+    """Which way each weight is cut: by its outputs on the way in, by its inputs on the hint; norms stay whole."""
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),

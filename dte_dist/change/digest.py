@@ -54,9 +54,9 @@ def digests(flat: FlatTensors, spaces: Sequence[Space]) -> list[np.ndarray]:
         for first in range(low, high, chunk):
             bits = room[: min(chunk, high - first)]
             kernel.read(flat, first, bits)
-            for (remaps, starts), added in zip(spaces, sums, strict=True):
-                for remap in remaps:
-                    remapped.digest(remap, first, bits, starts, added)
+            for (index_maps, starts), added in zip(spaces, sums, strict=True):
+                for index_map in index_maps:
+                    remapped.digest(index_map, first, bits, starts, added)
         return sums
 
     is_cpu = flat.device.type == "cpu"

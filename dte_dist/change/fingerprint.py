@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from dte_dist.change.digest import own_digests
-from dte_dist.layout import LocalTensors
+from dte_dist.layout import LiveTensors
 
-__all__ = ["Fingerprint", "foreign_writes"]
+__all__ = ["Fingerprint", "external_writes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,11 +29,11 @@ class Fingerprint:
     Attributes:
         addresses, versions: int64[tensors], memory address and version counter; the counter is -1 for an inference tensor.
         digests: int64[inference tensors], of their bits.
-        twins: version counters of further tensors over the same memory; see `LocalTensors.twin_versions`.
+        twins: version counters of further tensors over the same memory; see `LiveTensors.twin_versions`.
 
     Example:
         >>> import torch
-        >>> tensors = LocalTensors.of([torch.zeros(3)])
+        >>> tensors = LiveTensors.of([torch.zeros(3)])
         >>> before = Fingerprint.of(tensors)
         >>> _ = tensors.tensors[0].add_(1)
         >>> before.same(Fingerprint.of(tensors))
@@ -46,7 +46,7 @@ class Fingerprint:
     twins: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, local: LocalTensors, *, moved: bool = False) -> Fingerprint:
+    def of(cls, local: LiveTensors, *, moved: bool = False) -> Fingerprint:
         """Take the fingerprint of tensors; `moved` asks them for their addresses again."""
         versions = local.versions()
         uncounted = [local.tensors[index] for index in np.flatnonzero(versions < 0).tolist()]
@@ -65,7 +65,7 @@ class Fingerprint:
         )
 
 
-def foreign_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tensors: Sequence[Tensor]) -> list[int]:
+def external_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tensors: Sequence[Tensor]) -> list[int]:
     """Return the indices of tensors that were replaced, or whose counters moved further than this rank's own writes moved them.
 
     Args:
@@ -76,10 +76,10 @@ def foreign_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tenso
     Example:
         >>> import torch
         >>> tensors = [torch.zeros(3), torch.zeros(3)]
-        >>> before = Fingerprint.of(LocalTensors.of(tensors))
+        >>> before = Fingerprint.of(LiveTensors.of(tensors))
         >>> for tensor in tensors:
         ...     _ = tensor.add_(1)
-        >>> foreign_writes(before, Fingerprint.of(LocalTensors.of(tensors)), np.array([1, 0]), tensors)
+        >>> external_writes(before, Fingerprint.of(LiveTensors.of(tensors)), np.array([1, 0]), tensors)
         [1]
     """
     replaced = before.addresses != now.addresses

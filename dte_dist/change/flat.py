@@ -20,7 +20,7 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.kernels import BITS
 from dte_dist.kernels.table import PLAIN, Table
-from dte_dist.layout import LocalTensors
+from dte_dist.layout import LiveTensors
 
 __all__ = ["BITS", "FlatTensors", "starts_of"]
 
@@ -64,12 +64,12 @@ class FlatTensors:
 
     __slots__ = ("_own", "cast", "device", "dtypes", "starts", "table", "tensors", "width", "writes")
 
-    def __init__(self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: LocalTensors | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: LiveTensors | None = None) -> None:
         self.tensors = tuple(tensors)
         self.width = width
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
         self.starts = starts_of([t.numel() for t in self.tensors]) if starts is None else starts
-        known = LocalTensors.of(self.tensors) if known is None else known
+        known = LiveTensors.of(self.tensors) if known is None else known
         self._own = list(known.dtypes)
         self.table = Table(self.tensors, self.starts, known.addresses, known.contiguous)
         self.dtypes: tuple[torch.dtype, ...] | None = None
@@ -77,7 +77,7 @@ class FlatTensors:
         self.writes = np.zeros(len(self.tensors), np.int64)
 
     @classmethod
-    def part(cls, local: LocalTensors, entries: np.ndarray, width: int, starts: np.ndarray) -> FlatTensors:
+    def part(cls, local: LiveTensors, entries: np.ndarray, width: int, starts: np.ndarray) -> FlatTensors:
         """Lay out some of a layout's tensors, by their indices, without asking each of them again."""
         some = local.some(entries)
         return cls(some.tensors, width, starts, some)

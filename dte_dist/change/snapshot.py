@@ -25,13 +25,13 @@ from dte_dist.change.live import LiveSpace
 
 __all__ = ["Changed", "Detector", "Snapshot"]
 
-_RANGE: Final = 8
+_RANGE_SEGMENTS: Final = 8
 """Segments that are compared at once where little changes: each call costs what a few thousand changes do."""
 
-_SPARSE: Final = 16
+_SPARSE_RATIO: Final = 16
 """Little is one change in so many elements."""
 
-_WAVE: Final = 1 << 21
+_BATCH_CHANGES: Final = 1 << 21
 """Changes that end a wave."""
 
 Detector = Callable[[Tensor, Tensor], Tensor]
@@ -75,7 +75,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Room:
+class _ScratchBuffers:
     """Memory for changes, most of which is never touched."""
 
     positions: Tensor
@@ -83,25 +83,25 @@ class _Room:
     new: Tensor
 
     @classmethod
-    def of(cls, count: int, width: int, device: torch.device) -> _Room:
+    def of(cls, count: int, width: int, device: torch.device) -> _ScratchBuffers:
         return cls(*(kernels.empty(count, dtype, device) for dtype in (torch.int32, BITS[width], BITS[width])))
 
-    def after(self, count: int) -> _Room:
+    def after(self, count: int) -> _ScratchBuffers:
         """Return what is left of it."""
-        return _Room(self.positions[count:], self.old[count:], self.new[count:])
+        return _ScratchBuffers(self.positions[count:], self.old[count:], self.new[count:])
 
     def changed(self, first: int, length: int, count: int) -> Changed:
         """Return the first `count` changes in it as those of a range."""
         return Changed(first, length, None if count == length else self.positions[:count], self.old[:count], self.new[:count])
 
-    def noted(self, count: int) -> tuple[Tensor, Tensor]:
+    def undo_columns(self, count: int) -> tuple[Tensor, Tensor]:
         """Return copies of the first `count` positions and old bits, each in one piece: many small ones would leave holes in memory."""
         kept = tuple(kernels.empty(count, part.dtype, part.device).copy_(part[:count]) for part in (self.positions, self.old))
         return kept[0], kept[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Before:
+class _UndoRecord:
     """What a range held before it was taken over: at some positions, or everywhere (None)."""
 
     width: int
@@ -125,19 +125,19 @@ class Snapshot:
 
     def __init__(self, totals: Mapping[int, int], device: torch.device, segment: int) -> None:
         self.bits = {width: kernels.empty(total, BITS[width], device) for width, total in totals.items()}
-        self.torn = False
+        self.inconsistent = False
         self._halfway = False  # whether a range may have been taken over that is in no wave yet
-        self._segment, self._at_once, self._before = segment, _RANGE, list[_Before]()
+        self._segment, self._range_segments, self._undo_log = segment, _RANGE_SEGMENTS, list[_UndoRecord]()
         self.move(device)
 
     def move(self, device: torch.device) -> None:
         """Move to another device, as the live tensors did; nothing may wait to be settled."""
-        self._rooms: dict[int, _Room] = {}
+        self._scratch: dict[int, _ScratchBuffers] = {}
         self._kernels = kernels.on(device)
         self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
         self.device = device  # last: after an interrupt it moves again
 
-    def advance(
+    def diff_and_update(
         self, live: LiveSpace, width: int, spans: Iterable[tuple[int, int]], detector: Detector | None = None
     ) -> Iterator[list[Changed]]:
         """Find what differs in some spans, take it over, and yield it in waves.
@@ -154,27 +154,27 @@ class Snapshot:
         Raises:
             ValueError: the caller's detector returned something else than ascending positions of a range.
         """
-        if width not in self._rooms:
-            most = min(len(self.bits[width]), _RANGE * self._segment)
-            self._rooms[width] = _Room.of(min(len(self.bits[width]), _WAVE + most), width, self.device)
+        if width not in self._scratch:
+            most = min(len(self.bits[width]), _RANGE_SEGMENTS * self._segment)
+            self._scratch[width] = _ScratchBuffers.of(min(len(self.bits[width]), _BATCH_CHANGES + most), width, self.device)
         # `torn` is True from before the first bit of a wave is taken over until all of the wave is noted, so that whatever
         # breaks off in between (an interrupt at any line, too) leaves a snapshot that is known to be of no version.
-        wave, filled, torn = list[Changed](), 0, self.torn
+        wave, filled, torn = list[Changed](), 0, self.inconsistent
         try:
             for first, length in self._ranges(spans):
-                named = self._named(live, width, (first, length), detector) if detector is not None else None
-                wave.append(self._take_over(live, width, (first, length), self._rooms[width].after(filled), named))
+                named = self._detected(live, width, (first, length), detector) if detector is not None else None
+                wave.append(self._update_range(live, width, (first, length), self._scratch[width].after(filled), named))
                 self._halfway = False
-                filled, self._at_once = filled + len(wave[-1]), _RANGE if _SPARSE * len(wave[-1]) < length else 1
-                if filled >= _WAVE:
-                    done = self._noted(width, wave)
+                filled, self._range_segments = filled + len(wave[-1]), _RANGE_SEGMENTS if _SPARSE_RATIO * len(wave[-1]) < length else 1
+                if filled >= _BATCH_CHANGES:
+                    done = self._record(width, wave)
                     wave, filled = [], 0
-                    self.torn = torn
+                    self.inconsistent = torn
                     yield done
         finally:  # also of what was found before a detector failed
-            last = self._noted(width, wave)
+            last = self._record(width, wave)
             if wave and not self._halfway:  # without a wave nothing was torn here; it may have been elsewhere since the last one
-                self.torn = torn
+                self.inconsistent = torn
         if last:
             yield last
 
@@ -183,16 +183,16 @@ class Snapshot:
         for begin, length in spans:
             first = begin
             while first < begin + length:
-                size = min(self._at_once * self._segment, begin + length - first)
+                size = min(self._range_segments * self._segment, begin + length - first)
                 yield first, size
                 first += size
 
-    def _take_over(self, live: LiveSpace, width: int, where: tuple[int, int], room: _Room, named: Tensor | None) -> Changed:
+    def _update_range(self, live: LiveSpace, width: int, where: tuple[int, int], room: _ScratchBuffers, named: Tensor | None) -> Changed:
         """Take over what differs in a range, or what stands at the positions that a detector named; it has to be noted."""
         first, length = where
         known = self.bits[width][first : first + length]
         if named is None:
-            self.torn = self._halfway = True
+            self.inconsistent = self._halfway = True
             count = self._kernels.advance(live.flat, first, first + length, known, room.positions, room.old, room.new)
             return room.changed(first, length, count)
         bits = torch.empty_like(known)
@@ -201,11 +201,11 @@ class Snapshot:
         changed = room.changed(first, length, len(named))
         changed.old.copy_(self._kernels.gather(known, named))
         changed.new.copy_(self._kernels.gather(bits, named))
-        self.torn = self._halfway = True
+        self.inconsistent = self._halfway = True
         self._kernels.put(known, named, changed.new)
         return changed
 
-    def _named(self, live: LiveSpace, width: int, where: tuple[int, int], detector: Detector) -> Tensor:
+    def _detected(self, live: LiveSpace, width: int, where: tuple[int, int], detector: Detector) -> Tensor:
         """Return the positions that a caller's detector names in a range; it gets copies."""
         first, length = where
         known = self.bits[width][first : first + length].clone()
@@ -219,57 +219,57 @@ class Snapshot:
             raise ValueError(f"a detector returns ascending positions within [0, {length})")
         return positions
 
-    def _noted(self, width: int, wave: list[Changed]) -> list[Changed]:
+    def _record(self, width: int, wave: list[Changed]) -> list[Changed]:
         """Note what the ranges of a wave held before; return what changed in them. To note it twice is to put it back twice."""
         wave = [changed for changed in wave if len(changed)]
         few = all(_is_few(changed, width) for changed in wave)
-        self._before += self._few_before(width, wave) if few else [self._one_before(width, changed) for changed in wave]
+        self._undo_log += self._record_sparse(width, wave) if few else [self._record_range(width, changed) for changed in wave]
         return wave
 
-    def _few_before(self, width: int, wave: list[Changed]) -> Iterator[_Before]:
+    def _record_sparse(self, width: int, wave: list[Changed]) -> Iterator[_UndoRecord]:
         """Copy what a wave held where it changed."""
-        positions, old = self._rooms[width].noted(sum(map(len, wave)))
+        positions, old = self._scratch[width].undo_columns(sum(map(len, wave)))
         at = 0
         for changed in wave:
             here = slice(at, at + len(changed))
-            yield _Before(width, changed.first, positions[here], old[here])
+            yield _UndoRecord(width, changed.first, positions[here], old[here])
             at = here.stop
 
-    def _one_before(self, width: int, changed: Changed) -> _Before:
+    def _record_range(self, width: int, changed: Changed) -> _UndoRecord:
         """Copy what a range held where it changed, or all that it held if that is less."""
         if changed.positions is not None and _is_few(changed, width):
-            return _Before(width, changed.first, changed.positions.clone(), changed.old.clone())
+            return _UndoRecord(width, changed.first, changed.positions.clone(), changed.old.clone())
         bits = kernels.empty(changed.length, changed.old.dtype, self.device)
         if changed.positions is None:
-            return _Before(width, changed.first, None, bits.copy_(changed.old))
+            return _UndoRecord(width, changed.first, None, bits.copy_(changed.old))
         bits.copy_(self.bits[width][changed.first : changed.first + changed.length])
         self._kernels.put(bits, changed.positions, changed.old)
-        return _Before(width, changed.first, None, bits)
+        return _UndoRecord(width, changed.first, None, bits)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Let what was taken over be what is known from now on."""
-        self._before.clear()
+        self._undo_log.clear()
 
-    def undo(self) -> None:
+    def roll_back(self) -> None:
         """Put back what was known before the last `settle`; if it breaks off, it can be done again."""
-        torn = self.torn
-        self.torn = True
-        for before in self._before:
+        torn = self.inconsistent
+        self.inconsistent = True
+        for before in self._undo_log:
             known = self.bits[before.width][before.first :]
             if before.positions is None:
                 known[: len(before.bits)].copy_(before.bits)
             else:
                 self._kernels.put(known, before.positions, before.bits)
-        self.settle()
-        self.torn = torn
+        self.commit()
+        self.inconsistent = torn
 
     def refresh(self, live: Mapping[int, LiveSpace], ranges: Iterable[tuple[int, int, int]]) -> None:
         """Take over all live bits, given as ranges (width, first, length) that cover them; this cannot be undone."""
-        self.torn = True
-        self.settle()
+        self.inconsistent = True
+        self.commit()
         for width, first, length in ranges:
             self._kernels.read(live[width].flat, first, self.bits[width][first : first + length])
-        self.torn = self._halfway = False
+        self.inconsistent = self._halfway = False
 
 
 def _is_few(changed: Changed, width: int) -> bool:

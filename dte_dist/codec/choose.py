@@ -26,7 +26,7 @@ from typing import Final, TypeVar
 from dte_dist.codec.index import AGAIN, BITMAP, DENSE, EF, I32, INDEX_CODECS, U16, Again, IndexCodec
 from dte_dist.codec.value import MOST_RELATIVE, PLANES, RAW, ULP, ULP8, VALUE_CODECS, ValueCodec, Values
 
-__all__ = ["FAST", "Chooser"]
+__all__ = ["FAST", "CodecSelector"]
 
 _Codec = TypeVar("_Codec", IndexCodec, ValueCodec)
 
@@ -49,7 +49,7 @@ _DENSE_SECONDS: Final = {RAW: 0.4e-9, ULP: 2.0e-9, ULP8: 3.0e-9, PLANES: 5.0e-9}
 
 
 @dataclass(frozen=True, slots=True)
-class Chooser:
+class CodecSelector:
     """Chooses codecs.
 
     Args:
@@ -62,13 +62,13 @@ class Chooser:
         ValueError: there is no such codec, or a number is out of range.
 
     Example:
-        >>> Chooser("auto", bytes_per_second=125e6).relative(2), Chooser("auto", bytes_per_second=12.5e9).relative(2)
+        >>> CodecSelector("auto", bytes_per_second=125e6).relative(2), CodecSelector("auto", bytes_per_second=12.5e9).relative(2)
         (True, False)
     """
 
     codec: str = "fast"
     bytes_per_second: float | None = None
-    ratio: float = 1.0
+    sparse_bytes_ratio: float = 1.0
     _index: tuple[IndexCodec, ...] = field(init=False, repr=False, compare=False)
     _absolute: tuple[ValueCodec, ...] = field(init=False, repr=False, compare=False)
     _relative: tuple[ValueCodec, ...] = field(init=False, repr=False, compare=False)
@@ -76,8 +76,8 @@ class Chooser:
     _byte: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio must be above 0 and at most 1, got {self.ratio!r}")
+        if not 0 < self.sparse_bytes_ratio <= 1:
+            raise ValueError(f"sparse_bytes_ratio must be above 0 and at most 1, got {self.sparse_bytes_ratio!r}")
         if self.bytes_per_second is not None and not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second must be positive or None, got {self.bytes_per_second!r}")
         timed = self.codec == "auto" and self.bytes_per_second is not None
@@ -99,7 +99,7 @@ class Chooser:
         """Whether positions are worth keeping, because the next delta may be written with `again`."""
         return self._again and (not self._byte or _SAVED * self._byte > _SECONDS[AGAIN] - _SECONDS[U16])
 
-    def choose(
+    def select(
         self, count: int, length: int, values: Values, *, whole: bool, again: Again | None = None
     ) -> tuple[IndexCodec, ValueCodec, bool]:
         """Return how a segment with `count` changes in `length` elements is written, and whether it is sent whole though not all changed.
@@ -119,7 +119,7 @@ class Chooser:
         if whole:
             size = index_size + value_size
             best, cost = self._whole_of(count, length, values, size)
-            must = DENSE in self._index or size >= self.ratio * length * values.width
+            must = DENSE in self._index or size >= self.sparse_bytes_ratio * length * values.width
             if must or cost <= index_cost + value_cost:
                 return DENSE, best, True
         return index, value, False
@@ -201,5 +201,5 @@ def _named(codecs: Iterable[_Codec], name: str) -> _Codec | None:
     return next((codec for codec in codecs if codec.name == name), None)
 
 
-FAST: Final = Chooser()
+FAST: Final = CodecSelector()
 """Takes the codecs that are cheapest to code."""

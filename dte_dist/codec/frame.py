@@ -22,11 +22,11 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
 from dte_dist.codec import head as heads
-from dte_dist.codec.choose import FAST, Chooser
+from dte_dist.codec.choose import FAST, CodecSelector
 from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD, SYNC_AGAIN, FrameHead
-from dte_dist.codec.history import History, Places
+from dte_dist.codec.history import DeltaPositions, PreviousDelta
 from dte_dist.codec.index import DENSE, INDEX_CODECS, U16, Again, IndexCodec, Verdict
-from dte_dist.codec.value import MOST_RELATIVE, NO_TERMS, RAW, VALUE_CODECS, Terms, ValueCodec, Values
+from dte_dist.codec.value import MOST_RELATIVE, NO_PARAMS, RAW, VALUE_CODECS, BitPlaneParams, ValueCodec, Values
 from dte_dist.errors import FrameError
 
 __all__ = ["FrameWriter", "Segment", "dense_size", "read_frame"]
@@ -87,14 +87,14 @@ class FrameWriter:
     Args:
         head: what the frame says about itself.
         device: where the frame is made, and where positions and values come from.
-        chooser: of the codecs.
+        selector: of the codecs.
         history: of the deltas of one source. If the chooser asks for it, positions that are added are noted there.
 
     Attributes:
         codecs: segments so far by pair of codecs, such as "u16+raw".
 
     Example:
-        >>> head = FrameHead(schema=7, stream=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
         >>> writer = FrameWriter(head, "cpu")
         >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
         >>> frame = writer.finish()
@@ -104,12 +104,12 @@ class FrameWriter:
 
     __slots__ = ("_before", "_chooser", "_device", "_entries", "_head", "_history", "_places", "_streams", "codecs")
 
-    def __init__(self, head: FrameHead, device: torch.device | str, chooser: Chooser = FAST, history: History | None = None) -> None:
-        self._history = history if chooser.keeps and not head.seed else None
+    def __init__(self, head: FrameHead, device: torch.device | str, selector: CodecSelector = FAST, history: PreviousDelta | None = None) -> None:
+        self._history = history if selector.keeps and not head.seed else None
         self._before = self._history.before(head) if self._history is not None else None
         keep = self._history is not None
-        self._head, self._places = head if head.keep == keep else replace(head, keep=keep), Places()
-        self._chooser = chooser
+        self._head, self._places = head if head.keep == keep else replace(head, keep=keep), DeltaPositions()
+        self._chooser = selector
         self._device = torch.device(device)
         self._entries: list[tuple[int, ...]] = []
         self._streams: list[Tensor] = []
@@ -143,17 +143,17 @@ class FrameWriter:
             raise ValueError("a seed, and elements of 8 bytes, are not written as distances")
         of_changes = Values(values, relative, self._head.width)
         again = self._again(first, length, positions)
-        index, value, entire = self._chooser.choose(count, length, of_changes, whole=whole is not None, again=again)
+        index, value, entire = self._chooser.select(count, length, of_changes, whole=whole is not None, again=again)
         if index is DENSE and not value.relative and whole is not None:
-            self._append((first, length, length), (DENSE, RAW), 0, NO_TERMS, None, whole().view(torch.uint8))
+            self._append((first, length, length), (DENSE, RAW), 0, NO_PARAMS, None, whole().view(torch.uint8))
             return
         if entire and positions is not None:
             of_changes = _spread(length, positions, of_changes)
         index_stream, low = (None, 0) if index is DENSE or positions is None else index.encode(positions, length)
         if self._history is not None and index is not DENSE and positions is not None:
             self._places.add(first, length, positions.clone())  # the caller's memory is used again
-        value_stream, terms = value.encode(of_changes)
-        self._append((first, length, of_changes.count), (index, value), low, terms, index_stream, value_stream)
+        value_stream, params = value.encode(of_changes)
+        self._append((first, length, of_changes.count), (index, value), low, params, index_stream, value_stream)
 
     def _again(self, first: int, length: int, positions: Tensor | None) -> Again | None:
         """Return the codec for positions that may have come before."""
@@ -170,7 +170,7 @@ class FrameWriter:
             part = bits[low : low + _MOST_ELEMENTS]
             self._check(first + low, part.numel(), part.dtype, BITS[self._head.width])
             where = first + low, part.numel(), part.numel()
-            self._append(where, (DENSE, RAW), 0, NO_TERMS, None, part.contiguous().view(torch.uint8))
+            self._append(where, (DENSE, RAW), 0, NO_PARAMS, None, part.contiguous().view(torch.uint8))
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """Return the frame: uint8, a multiple of 8 bytes; of no bytes at all if nothing was added.
@@ -181,7 +181,7 @@ class FrameWriter:
         if not self._entries:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._history is not None:
-            self._history.note(self._head, self._places)
+            self._history.record(self._head, self._places)
         table = np.array(self._entries, ENTRY).view(np.uint8)
         size = HEAD.itemsize + len(table) + sum(stream.numel() for stream in self._streams)
         head = heads.pack_head(self._head, size=size, segments=len(self._entries))
@@ -201,11 +201,11 @@ class FrameWriter:
             raise ValueError(f"a frame of width {self._head.width} takes {wanted}, not {dtype}")
 
     def _append(
-        self, where: tuple[int, int, int], pair: tuple[IndexCodec, ValueCodec], low: int, terms: Terms, *streams: Tensor | None
+        self, where: tuple[int, int, int], pair: tuple[IndexCodec, ValueCodec], low: int, params: BitPlaneParams, *streams: Tensor | None
     ) -> None:
         self.codecs[f"{pair[0].name}+{pair[1].name}"] += 1
         sizes = [0 if stream is None else stream.numel() for stream in streams]
-        of_pair = pair[0].number, pair[1].number, low, terms.shift, terms.spread, 0, terms.far, terms.unary
+        of_pair = pair[0].number, pair[1].number, low, params.shift, params.outlier_index_bits, 0, params.outliers, params.unary
         self._entries.append((*where, *sizes, *of_pair))
         for stream, size in zip(streams, sizes, strict=True):
             if stream is not None:
@@ -231,12 +231,12 @@ class _Entry:
     index: IndexCodec
     value: ValueCodec
     low: int
-    terms: Terms
+    params: BitPlaneParams
     index_at: slice
     value_at: slice
 
 
-def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None, *, packed: bool = False) -> list[Segment]:
+def read_frame(frame: Tensor, expect: FrameHead, history: PreviousDelta | None = None, *, packed: bool = False) -> list[Segment]:
     """Prove a frame sound and read it.
 
     Args:
@@ -253,7 +253,7 @@ def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None,
         VersionRestart, VersionGap, VersionReplay, VersionError: it does not lead from the version held to the next.
 
     Example:
-        >>> head = FrameHead(schema=7, stream=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
         >>> writer = FrameWriter(head, "cpu")
         >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
         >>> [segment] = read_frame(writer.finish(), expect=head)
@@ -281,13 +281,13 @@ def read_frame(frame: Tensor, expect: FrameHead, history: History | None = None,
         entry = entries[answers.index(False) // 2]
         raise _bad_segment(f"codecs {entry.index.name}, {entry.value.name} at element {entry.first}", "sound streams, positions in order")
     if noted and history is not None:
-        history.note(head, _places(segments))
+        history.record(head, _places(segments))
     return segments
 
 
-def _places(segments: Iterable[Segment]) -> Places:
+def _places(segments: Iterable[Segment]) -> DeltaPositions:
     """Return where a frame has changes, but for segments that were sent whole."""
-    places = Places()
+    places = DeltaPositions()
     for segment in segments:
         if segment.positions is not None:
             places.add(segment.first, segment.length, segment.positions)
@@ -297,14 +297,14 @@ def _places(segments: Iterable[Segment]) -> Places:
 def _check_sum(frame: Tensor, claimed: int) -> None:
     actual = int(kernels.on(frame.device).checksum(frame, CHECKSUM_WORD)) if frame.numel() % 8 == 0 else None
     if actual != claimed:
-        raise FrameError("a frame is damaged: its checksum is wrong", expected=claimed, got=actual, fix=SYNC_AGAIN)
+        raise FrameError("a frame is damaged: its checksum is wrong", expected=claimed, got=actual, hint=SYNC_AGAIN)
 
 
 def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead) -> list[_Entry]:
     """Check every number of the table; `start` are the first bytes of the frame on the host, where the table mostly lies."""
     at = HEAD.itemsize + segments * ENTRY.itemsize
     if not HEAD.itemsize < at <= frame.numel():
-        raise FrameError("a frame has no room for its segments", expected="at least one, within the frame", got=segments, fix=SYNC_AGAIN)
+        raise FrameError("a frame has no room for its segments", expected="at least one, within the frame", got=segments, hint=SYNC_AGAIN)
     if at > len(start):
         start = frame[:at].cpu().numpy()
     entries: list[_Entry] = []
@@ -321,15 +321,15 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
         if stop > frame.numel():
             raise _bad_segment(f"streams up to byte {stop}", f"a frame of {frame.numel()} bytes")
         spans = slice(at, at + index_bytes), slice(middle, middle + value_bytes)
-        terms = Terms(shift, spread, far, unary)
-        entries.append(_Entry(first, length, count, INDEX_CODECS[index], VALUE_CODECS[value], low, terms, *spans))
+        params = BitPlaneParams(shift, spread, far, unary)
+        entries.append(_Entry(first, length, count, INDEX_CODECS[index], VALUE_CODECS[value], low, params, *spans))
         border, at = first + length, stop
     if at != frame.numel():
         raise _bad_segment(f"streams up to byte {at}", f"a frame of {frame.numel()} bytes")
     return entries
 
 
-def _after(entry: _Entry, before: Places | None, device: torch.device) -> _Entry:
+def _after(entry: _Entry, before: DeltaPositions | None, device: torch.device) -> _Entry:
     """Return an entry that knows the positions of the delta before, if its codec counts on them."""
     previous = before.within(entry.first, entry.length) if before is not None and isinstance(entry.index, Again) else None
     return entry if previous is None else replace(entry, index=Again(previous.to(device)))
@@ -340,7 +340,7 @@ def _decode(frame: Tensor, entry: _Entry, dtype: torch.dtype, packed: bool) -> t
     stream, shape = frame[entry.index_at], (entry.count, entry.length, entry.low)
     packed = packed and entry.index is U16
     positions, ordered = (stream, U16.check(stream, *shape)) if packed else entry.index.decode(stream, *shape)
-    values, sound = entry.value.decode(frame[entry.value_at], entry.count, dtype, entry.terms)
+    values, sound = entry.value.decode(frame[entry.value_at], entry.count, dtype, entry.params)
     return Segment(entry.first, entry.length, positions, values, entry.value.relative, packed), ordered, sound
 
 
@@ -354,7 +354,7 @@ def _answers(verdicts: list[Verdict]) -> list[bool]:
 
 
 def _bad_segment(got: str, expected: str) -> FrameError:
-    return FrameError("a segment of a frame is not sound", expected=expected, got=got, fix=SYNC_AGAIN)
+    return FrameError("a segment of a frame is not sound", expected=expected, got=got, hint=SYNC_AGAIN)
 
 
 @cache

@@ -35,7 +35,7 @@ _SEED: Final = 1
 _KEEP: Final = 2
 
 HEAD: Final = np.dtype([
-    ("magic", "S4"), ("format", "<u2"), ("flags", "<u2"), ("checksum", "<i8"), ("size", "<u8"), ("schema", "<u8"), ("stream", "<u8"),
+    ("magic", "S4"), ("format", "<u2"), ("flags", "<u2"), ("checksum", "<i8"), ("size", "<u8"), ("schema", "<u8"), ("lineage", "<u8"),
     ("base", "<i8"), ("version", "<i8"), ("first", "<u8"), ("length", "<u8"), ("source", "<u4"), ("number", "<u4"), ("count", "<u4"),
     ("width", "<u4"), ("segments", "<u4"), ("zero", "<u4"),
 ])  # fmt: skip
@@ -60,7 +60,7 @@ class FrameHead:
 
     Attributes:
         schema: 64 bits that stand for the channel: manifests and options.
-        stream: random number of the lineage of versions, so that another run of the trainer is told apart.
+        lineage: random number of the lineage of versions, so that another run of the trainer is told apart.
         base, version: the frame leads from one to the other.
         source: group rank of the source.
         number, count: which of the frames of this source in this sync, and how many chunks it has.
@@ -71,7 +71,7 @@ class FrameHead:
     """
 
     schema: int
-    stream: int
+    lineage: int
     base: int
     version: int
     source: int
@@ -107,13 +107,13 @@ def unpack_head(start: np.ndarray, size: int) -> dict[str, Any]:
         FrameError: these are not the first bytes of such a frame.
     """
     if len(start) < HEAD.itemsize:
-        raise FrameError("a frame is cut short", expected=f"at least {HEAD.itemsize} bytes", got=f"{size} bytes", fix=SYNC_AGAIN)
+        raise FrameError("a frame is cut short", expected=f"at least {HEAD.itemsize} bytes", got=f"{size} bytes", hint=SYNC_AGAIN)
     row = dict(zip(HEAD.names or (), start[: HEAD.itemsize].view(HEAD)[0].item(), strict=True))
     for name, expected in (("magic", MAGIC), ("format", FORMAT), ("size", size), ("zero", 0)):
         if row[name] != expected:
-            raise FrameError(f"not a frame, or one cut short: its {name} is wrong", expected=expected, got=row[name], fix=SYNC_AGAIN)
+            raise FrameError(f"not a frame, or one cut short: its {name} is wrong", expected=expected, got=row[name], hint=SYNC_AGAIN)
     if row["flags"] not in {0, _SEED, _KEEP}:
-        raise FrameError("a frame has flags of a later format", expected="0, 1 or 2", got=row["flags"], fix=SYNC_AGAIN)
+        raise FrameError("a frame has flags of a later format", expected="0, 1 or 2", got=row["flags"], hint=SYNC_AGAIN)
     return row
 
 
@@ -156,14 +156,14 @@ def check_head(head: FrameHead, expect: FrameHead) -> None:
 def _check_field(name: str, head: FrameHead, expect: FrameHead) -> None:
     got, expected = getattr(head, name), getattr(expect, name)
     if got != expected:
-        raise FrameError(f"a frame does not belong here: its {name} is wrong", expected=expected, got=got, fix=SYNC_AGAIN)
+        raise FrameError(f"a frame does not belong here: its {name} is wrong", expected=expected, got=got, hint=SYNC_AGAIN)
 
 
 def _check_versions(head: FrameHead, expect: FrameHead) -> None:
-    if head.stream != expect.stream:
+    if head.lineage != expect.lineage:
         raise VersionRestart(
             "a frame comes from another run of the trainer",
-            expected=f"stream {expect.stream:016x}", got=f"stream {head.stream:016x}", fix=_SEED_IT,
+            expected=f"stream {expect.lineage:016x}", got=f"stream {head.lineage:016x}", hint=_SEED_IT,
         )  # fmt: skip
     fault: tuple[type[VersionError], str, str] | None = None
     if head.base > expect.base:
@@ -173,5 +173,5 @@ def _check_versions(head: FrameHead, expect: FrameHead) -> None:
     elif (head.base, head.version) != (expect.base, expect.version):
         fault = VersionError, "a frame leads from or to another version", _SEED_IT
     if fault:
-        kind, what, fix = fault
-        raise kind(what, expected=f"{expect.base} -> {expect.version}", got=f"{head.base} -> {head.version}", fix=fix)
+        kind, what, hint = fault
+        raise kind(what, expected=f"{expect.base} -> {expect.version}", got=f"{head.base} -> {head.version}", hint=hint)

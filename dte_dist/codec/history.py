@@ -7,7 +7,7 @@
 
 What is known belongs to one (version, stream). Each of these is made by exactly one sync, so a frame whose base and stream are those of the
 history speaks of the same delta at both ends. That a receiver which follows has that history is for the source to see to: see
-`SourceState.commit`. Chunks are told apart by source, number and schema, which differs between routes and lanes (`engine.lanes`).
+`Source.commit`. Chunks are told apart by source, number and schema, which differs between routes and lanes (`engine.lanes`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.codec.head import FrameHead
 
-__all__ = ["History", "Places"]
+__all__ = ["DeltaPositions", "PreviousDelta"]
 
 _SLACK: Final = 1024
 """Bytes of memory beside positions that are not worth a copy."""
 
 
-class Places:
+class DeltaPositions:
     """Which elements of a chunk changed, segment by segment; segments that were sent whole are not among them.
 
     Example:
-        >>> places = Places()
+        >>> places = DeltaPositions()
         >>> places.add(0, 100, torch.tensor([3, 90], dtype=torch.int32))
         >>> places.add(100, 50, torch.tensor([7], dtype=torch.int32))
         >>> places.within(50, 100).tolist()
@@ -81,16 +81,16 @@ class Places:
         return sum(positions.nbytes for _, positions in self._parts)
 
 
-class History:
+class PreviousDelta:
     """The places of one delta by chunk, and those of the one in the making.
 
     Example:
         >>> from dataclasses import replace
-        >>> head = FrameHead(schema=7, stream=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
-        >>> history, places = History(), Places()
+        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> history, places = PreviousDelta(), DeltaPositions()
         >>> places.add(0, 100, torch.tensor([3, 8], dtype=torch.int32))
-        >>> history.note(head, places)
-        >>> history.commit(head.version, head.stream)
+        >>> history.record(head, places)
+        >>> history.commit(head.version, head.lineage)
         >>> history.before(replace(head, base=2, version=3)).within(5, 10).tolist()
         [3]
     """
@@ -99,14 +99,14 @@ class History:
 
     def __init__(self) -> None:
         self._made: tuple[int, int] | None = None
-        self._known: dict[tuple[int, int, int], Places] = {}
-        self._noted: dict[tuple[int, int, int], Places] = {}
+        self._known: dict[tuple[int, int, int], DeltaPositions] = {}
+        self._noted: dict[tuple[int, int, int], DeltaPositions] = {}
 
-    def before(self, head: FrameHead) -> Places | None:
+    def before(self, head: FrameHead) -> DeltaPositions | None:
         """Return the places of a frame's chunk in the delta that made its base; None if they are not known, or there are none."""
-        return self._known.get(_key(head)) if self._made == (head.base, head.stream) else None
+        return self._known.get(_key(head)) if self._made == (head.base, head.lineage) else None
 
-    def note(self, head: FrameHead, places: Places) -> None:
+    def record(self, head: FrameHead, places: DeltaPositions) -> None:
         """Note the places of a frame's chunk in the delta in the making."""
         self._noted[_key(head)] = places
 
@@ -114,11 +114,11 @@ class History:
         """Let what was noted be what is known: it made this version."""
         self._made, self._known, self._noted = (version, stream), self._noted, {}
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Forget what was noted."""
         self._noted = {}
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Forget everything."""
         self._made, self._known, self._noted = None, {}, {}
 

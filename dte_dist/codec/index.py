@@ -24,7 +24,7 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.codec.head import SYNC_AGAIN
 from dte_dist.errors import FrameError
-from dte_dist.kernels.planes import MOST_LOW, ef_size, words
+from dte_dist.kernels.planes import MOST_LOW, bitmap_bytes, ef_size
 
 __all__ = ["AGAIN", "BITMAP", "DENSE", "EF", "I32", "INDEX_CODECS", "U16", "Again", "IndexCodec", "Verdict", "check_size"]
 
@@ -148,13 +148,13 @@ class Bitmap:
     number, name = 4, "bitmap"
 
     def size(self, count: int, length: int) -> int:
-        return words(length)
+        return bitmap_bytes(length)
 
     def encode(self, positions: Tensor, length: int) -> tuple[Tensor, int]:
         return kernels.codecs_on(positions.device).encode_bitmap(positions, length), 0
 
     def decode(self, stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor | None, Verdict]:
-        check_size(self.name, stream, words(length))
+        check_size(self.name, stream, bitmap_bytes(length))
         _check_low(self.name, low, 0)
         return kernels.codecs_on(stream.device).decode_bitmap(stream, count, length)
 
@@ -186,7 +186,7 @@ class Again:
         """Return the previous positions."""
         if self._previous is None:
             what = "a frame counts on the positions of the delta before, which are not known here"
-            raise FrameError(what, expected="another index codec", got=f"{self.name} without a history", fix=_WITHOUT)
+            raise FrameError(what, expected="another index codec", got=f"{self.name} without a history", hint=_WITHOUT)
         return self._previous
 
     @cached_property
@@ -205,7 +205,7 @@ class Again:
     def least(self, count: int, length: int) -> int:
         """Return bytes that the stream takes at least, however many of the positions come again."""
         known = len(self._known)
-        return words(known) + _size_of_fresh(max(count - known, 0), length)
+        return bitmap_bytes(known) + _size_of_fresh(max(count - known, 0), length)
 
     def estimate(self, count: int, length: int) -> int:
         """Return about how many bytes the stream takes, judged by some of the previous positions; all of them cost a pass.
@@ -215,7 +215,7 @@ class Again:
         known = len(self._known)
         if known <= _RUNS * _RUN:
             return self.size(count, length)
-        return words(known) + _size_of_fresh(max(count - round(self._share * known), 0), length)
+        return bitmap_bytes(known) + _size_of_fresh(max(count - round(self._share * known), 0), length)
 
     @cached_property
     def _share(self) -> float:
@@ -229,7 +229,7 @@ class Again:
         return (len(now) - len(fresh)) / (len(runs) * _RUN)
 
     def size(self, count: int, length: int) -> int:
-        return words(len(self._known)) + _size_of_fresh(len(self._split[1]), length)
+        return bitmap_bytes(len(self._known)) + _size_of_fresh(len(self._split[1]), length)
 
     def encode(self, positions: Tensor, length: int) -> tuple[Tensor, int]:
         plane, fresh = self._split
@@ -239,14 +239,14 @@ class Again:
         return torch.cat([plane, stream]), low
 
     def decode(self, stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor | None, Verdict]:
-        known, at, codecs = self._known, words(len(self._known)), kernels.codecs_on(stream.device)
+        known, at, codecs = self._known, bitmap_bytes(len(self._known)), kernels.codecs_on(stream.device)
         if len(stream) < at:
             check_size(self.name, stream, at)
         plane = stream[:at]
         again: int = codecs.count_again(plane, len(known))
         if not 0 <= again <= count:
             what, got = f"a stream of codec {self.name} is not sound", "others" if again < 0 else again
-            raise FrameError(what, expected=f"up to {count} of {len(known)} that come again", got=got, fix=SYNC_AGAIN)
+            raise FrameError(what, expected=f"up to {count} of {len(known)} that come again", got=got, hint=SYNC_AGAIN)
         fresh = count - again
         _check_low(self.name, low, MOST_LOW if fresh else 0)
         check_size(self.name, stream, at + (ef_size(fresh, length, low) if fresh else 0))
@@ -269,9 +269,9 @@ def check_size(name: str, stream: Tensor, size: int) -> None:
     """Raise FrameError unless a stream of the codec `name` has `size` bytes."""
     if stream.numel() != size:
         what = f"a stream of codec {name} has the wrong size"
-        raise FrameError(what, expected=f"{size} bytes", got=f"{stream.numel()} bytes", fix=SYNC_AGAIN)
+        raise FrameError(what, expected=f"{size} bytes", got=f"{stream.numel()} bytes", hint=SYNC_AGAIN)
 
 
 def _check_low(name: str, low: int, most: int) -> None:
     if low > most:
-        raise FrameError(f"a stream of codec {name} cannot have so many low bits", expected=f"up to {most}", got=low, fix=SYNC_AGAIN)
+        raise FrameError(f"a stream of codec {name} cannot have so many low bits", expected=f"up to {most}", got=low, hint=SYNC_AGAIN)

@@ -25,15 +25,15 @@ from dte_dist.change.flat import BITS
 from dte_dist.codec.head import SYNC_AGAIN
 from dte_dist.codec.index import Verdict, check_size
 from dte_dist.errors import FrameError
-from dte_dist.kernels.planes import MOST_LOW, Classes, Planes, ef_size, low_size, padded, words
+from dte_dist.kernels.planes import MOST_LOW, Classes, Planes, bitmap_bytes, ef_size, low_size, padded
 
-__all__ = ["MOST_RELATIVE", "NO_TERMS", "PLANES", "RAW", "ULP", "ULP8", "VALUE_CODECS", "Terms", "ValueCodec", "Values"]
+__all__ = ["MOST_RELATIVE", "NO_PARAMS", "PLANES", "RAW", "ULP", "ULP8", "VALUE_CODECS", "BitPlaneParams", "ValueCodec", "Values"]
 
 MOST_RELATIVE: Final = 4
 """Bytes of the widest elements that have distances."""
 
 
-class Terms(NamedTuple):
+class BitPlaneParams(NamedTuple):
     """What the table says of a stream of values, beside its size; all 0 but for `planes` (docs/protocol.md, "Values").
 
     Attributes:
@@ -44,12 +44,12 @@ class Terms(NamedTuple):
     """
 
     shift: int = 0
-    spread: int = 0
-    far: int = 0
+    outlier_index_bits: int = 0
+    outliers: int = 0
     unary: int = 0
 
 
-NO_TERMS: Final = Terms()
+NO_PARAMS: Final = BitPlaneParams()
 
 
 class Values:
@@ -107,10 +107,10 @@ class ValueCodec(Protocol):
     def size(self, values: Values, zeros: int = 0) -> int:
         """Return the bytes of the stream; of that of the values and some distances of 0, if there are any."""
 
-    def encode(self, values: Values) -> tuple[Tensor, Terms]:
+    def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
         """Write values as new uint8; they cannot be written again."""
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
         """Read any bytes as `count` values and say whether they are sound; the values may share the memory of the stream.
 
         Raises:
@@ -130,15 +130,15 @@ class Whole:
     def size(self, values: Values, zeros: int = 0) -> int:
         return (values.count + zeros) * values.width
 
-    def encode(self, values: Values) -> tuple[Tensor, Terms]:
+    def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
         kept = values.values
         if self.relative and values.width < kept.element_size():
-            return kernels.codecs_on(kept.device).narrow(kept, BITS[values.width]).view(torch.uint8), NO_TERMS
-        return kept.clone(memory_format=torch.contiguous_format).view(torch.uint8), NO_TERMS
+            return kernels.codecs_on(kept.device).narrow(kept, BITS[values.width]).view(torch.uint8), NO_PARAMS
+        return kept.clone(memory_format=torch.contiguous_format).view(torch.uint8), NO_PARAMS
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
         check_size(self.name, stream, count * dtype.itemsize)
-        _check_terms(self.name, terms, terms == NO_TERMS)
+        _check_terms(self.name, params, params == NO_PARAMS)
         return stream.view(dtype), True
 
 
@@ -153,11 +153,11 @@ class Ulp8:
     def size(self, values: Values, zeros: int = 0) -> int:
         return padded(values.count + zeros) + values.width * values.others
 
-    def encode(self, values: Values) -> tuple[Tensor, Terms]:
-        return kernels.codecs_on(values.values.device).encode_ulp8(values.values, values.width, values.others), NO_TERMS
+    def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
+        return kernels.codecs_on(values.values.device).encode_ulp8(values.values, values.width, values.others), NO_PARAMS
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
-        _check_terms(self.name, terms, terms == NO_TERMS)
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
+        _check_terms(self.name, params, params == NO_PARAMS)
         escapes = _escapes(self.name, stream, padded(count), dtype.itemsize, count)
         return kernels.codecs_on(stream.device).decode_ulp8(stream, count, dtype, escapes)
 
@@ -168,22 +168,22 @@ class BitPlanes:
     number, name, relative = 3, "planes", True
 
     def least(self, count: int, width: int) -> int:
-        return words(count)
+        return bitmap_bytes(count)
 
     def size(self, values: Values, zeros: int = 0) -> int:
         return values.planes_with(zeros).size if zeros else values.planes.size
 
-    def encode(self, values: Values) -> tuple[Tensor, Terms]:
+    def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
         plan = values.planes
         stream = kernels.codecs_on(values.values.device).encode_planes(values.classes, values.width, plan)
-        return stream, Terms(plan.shift, plan.spread, plan.far, plan.unary)
+        return stream, BitPlaneParams(plan.shift, plan.spread, plan.far, plan.unary)
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, terms: Terms) -> tuple[Tensor, Verdict]:
-        shift, spread, far, unary = terms
+    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
+        shift, spread, far, unary = params
         most = 8 * dtype.itemsize - shift
-        _check_terms(self.name, terms, most > 0 and spread <= MOST_LOW + 1 and far <= count and far <= unary <= far * most)
-        places = ef_size(far, count, spread - 1) if spread else words(count)
-        size = words(count) + low_size(count, shift) + places + words(unary) + words(unary - far)
+        _check_terms(self.name, params, most > 0 and spread <= MOST_LOW + 1 and far <= count and far <= unary <= far * most)
+        places = ef_size(far, count, spread - 1) if spread else bitmap_bytes(count)
+        size = bitmap_bytes(count) + low_size(count, shift) + places + bitmap_bytes(unary) + bitmap_bytes(unary - far)
         check_size(self.name, stream, size)
         return kernels.codecs_on(stream.device).decode_planes(stream, count, dtype, Planes(shift, spread, far, unary, size))
 
@@ -198,10 +198,10 @@ def _escapes(name: str, stream: Tensor, before: int, width: int, most: int) -> i
     escapes, odd = divmod(len(stream) - before, width)
     if odd or not 0 <= escapes <= most:
         expected = f"{before} to {before + most * width} bytes, in steps of {width}"
-        raise FrameError(f"a stream of codec {name} has the wrong size", expected=expected, got=f"{len(stream)} bytes", fix=SYNC_AGAIN)
+        raise FrameError(f"a stream of codec {name} has the wrong size", expected=expected, got=f"{len(stream)} bytes", hint=SYNC_AGAIN)
     return escapes
 
 
-def _check_terms(name: str, terms: Terms, fits: bool) -> None:
+def _check_terms(name: str, params: BitPlaneParams, fits: bool) -> None:
     if not fits:
-        raise FrameError(f"a stream of codec {name} cannot have these terms", expected="those of its codec", got=terms, fix=SYNC_AGAIN)
+        raise FrameError(f"a stream of codec {name} cannot have these terms", expected="those of its codec", got=params, hint=SYNC_AGAIN)

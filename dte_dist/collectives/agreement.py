@@ -26,12 +26,12 @@ import torch
 
 from dte_dist.codec.head import ENTRY, HEAD
 from dte_dist.collectives.description import Description, check_counts
-from dte_dist.collectives.options import Options, layout_of, wire_types
+from dte_dist.collectives.options import ChannelOptions, layout_of, wire_types
 from dte_dist.engine.control import ControlRow
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout
-from dte_dist.plan.model_map import Holding, ModelMap
-from dte_dist.transport.groups import Wire
+from dte_dist.plan.model_map import ModelMap, RankLayout
+from dte_dist.transport.groups import Communicator
 from dte_dist.transport.together import agreed, raise_if_any
 
 __all__ = ["Agreement", "Described", "agree", "compare_plans", "describe"]
@@ -79,7 +79,7 @@ class Agreement:
         return self.sources[0]
 
 
-def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: Options, backends: str) -> Described:
+def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: ChannelOptions, backends: str) -> Described:
     """Describe what this rank holds and wants; `backends` are those of the user's group, by device.
 
     Raises:
@@ -102,7 +102,7 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
     return Described(layout, other, data, tuple(coordinates), devices)
 
 
-def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agreement:
+def agree(control: Communicator, mine: Described | None, error: Exception | None) -> Agreement:
     """Exchange descriptions and plan; all ranks of the control group must call.
 
     Args:
@@ -111,7 +111,7 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
         error: why it failed.
 
     Raises:
-        Agreed: with the error of the lowest rank that could not describe itself; or with a `LayoutMismatch`.
+        AgreedError: with the error of the lowest rank that could not describe itself; or with a `LayoutMismatch`.
         PeerLost: a rank did not answer.
         DamagedRow: what a rank said came damaged to this one.
     """
@@ -124,20 +124,20 @@ def agree(control: Wire, mine: Described | None, error: Exception | None) -> Agr
     agreed(lambda: _check_numbers(rows[:, 2].tolist(), descriptions))
     padded = np.zeros(int(rows[:, 2].max()), np.int64)
     padded[: len(coordinates)] = coordinates
-    table = control.rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
+    table = control.all_gather_rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
     places = [row[:size].tolist() for row, size in zip(table, rows[:, 2], strict=True)]
     return agreed(lambda: _plan(descriptions, places, rows[:, 3:].tobytes()))
 
 
-def compare_plans(control: Wire, agreement: Agreement) -> None:
+def compare_plans(control: Communicator, agreement: Agreement) -> None:
     """Compare with all ranks what they agreed on, before anyone makes groups by it and waits for others.
 
     Raises:
-        Agreed: with a `LayoutMismatch`: the plans differ.
+        AgreedError: with a `LayoutMismatch`: the plans differ.
         PeerLost: a rank did not answer.
         DamagedRow: what a rank said came damaged to this one.
     """
-    digests = control.rows(np.frombuffer(agreement.model.digest(), np.int64))
+    digests = control.all_gather_rows(np.frombuffer(agreement.model.digest(), np.int64))
     agreed(lambda: _refuse_other_plan(digests))
 
 
@@ -146,8 +146,8 @@ def _refuse_other_plan(digests: np.ndarray) -> None:
     others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
     if others:
         what = "ranks come to different plans for the same layouts"
-        fix = "run the same version of dte_dist on every rank"
-        raise LayoutMismatch(what, ranks=[0, *others], fix=fix)
+        hint = "run the same version of dte_dist on every rank"
+        raise LayoutMismatch(what, ranks=[0, *others], hint=hint)
 
 
 def _format() -> int:
@@ -158,8 +158,8 @@ def _format() -> int:
 def _check_formats(formats: Sequence[int]) -> None:
     others = [rank for rank, number in enumerate(formats) if number != formats[0]]
     if others:
-        fix = "run the same version of dte_dist on every rank"
-        raise LayoutMismatch("ranks write their rows or frames differently", ranks=[0, *others], fix=fix)
+        hint = "run the same version of dte_dist on every rank"
+        raise LayoutMismatch("ranks write their rows or frames differently", ranks=[0, *others], hint=hint)
 
 
 def _check_numbers(numbers: Sequence[int], described: Sequence[Description]) -> None:
@@ -167,18 +167,18 @@ def _check_numbers(numbers: Sequence[int], described: Sequence[Description]) -> 
     for rank, (number, said) in enumerate(zip(numbers, described, strict=True)):
         if number != said.numbers:
             what = "a rank has other coordinates than meshes"
-            fix = "run the same version of dte_dist on every rank"
-            raise LayoutMismatch(what, ranks=[rank], expected=said.numbers, got=number, fix=fix)
+            hint = "run the same version of dte_dist on every rank"
+            raise LayoutMismatch(what, ranks=[rank], expected=said.numbers, got=number, hint=hint)
 
 
-def _share(control: Wire, sizes: np.ndarray, digests: np.ndarray, data: bytes) -> list[Description]:
+def _share(control: Communicator, sizes: np.ndarray, digests: np.ndarray, data: bytes) -> list[Description]:
     """Send each distinct description once and return that of every rank, equal ones as one object."""
     known: dict[bytes, Description] = {}
     described = []
     for rank, (size, digest) in enumerate(zip(sizes.tolist(), digests, strict=True)):
         key = digest.tobytes()
         if key not in known:
-            shared = control.share(rank, data, size)
+            shared = control.broadcast_bytes(rank, data, size)
             known[key] = agreed(partial(Description.parse, shared, rank=rank, size=len(sizes)))
         described.append(known[key])
     return described
@@ -194,14 +194,14 @@ def _plan(described: Sequence[Description], places: Sequence[list[int]], digests
     if named is None:
         _refuse_to_overwrite(described, sources[0], receivers)
     if not receivers:
-        fix = "add rollout ranks to the group, name the trainers with src=, or pass into= on ranks that are both"
-        raise LayoutMismatch("every rank of the group is a source, none receives", ranks=sources, fix=fix)
-    holdings = {rank: Holding(described[rank].manifest, coordinates[rank][0], described[rank].wire) for rank in sources}
+        hint = "add rollout ranks to the group, name the trainers with src=, or pass into= on ranks that are both"
+        raise LayoutMismatch("every rank of the group is a source, none receives", ranks=sources, hint=hint)
+    holdings = {rank: RankLayout(described[rank].manifest, coordinates[rank][0], described[rank].wire) for rank in sources}
     targets = {}
     for rank in receivers:
         said = described[rank]
         manifest, place = (said.manifest, coordinates[rank][0]) if said.into is None else (said.into, coordinates[rank][1])
-        targets[rank] = Holding(manifest, place, partial=said.partial)
+        targets[rank] = RankLayout(manifest, place, partial=said.partial)
     roles = np.array([*sources, -1, *receivers, -1, *(n for place in places for n in place)], np.int64)
     hashed = hashlib.blake2b(digests + roles.tobytes(), digest_size=8).digest()
     backend = "nccl" if all(said.nccl for said in described) else "gloo"
@@ -214,8 +214,8 @@ def _check_options(described: Sequence[Description]) -> None:
         for name, value in said.options.items():
             first = described[0].options[name]
             if value != first:
-                fix = f"pass the same {name}= on every rank"
-                raise LayoutMismatch(f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, fix=fix)
+                hint = f"pass the same {name}= on every rank"
+                raise LayoutMismatch(f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, hint=hint)
 
 
 def _check_names(names: Sequence[str | None]) -> None:
@@ -225,8 +225,8 @@ def _check_names(names: Sequence[str | None]) -> None:
         ranks_of.setdefault(name, []).append(rank)
     if len(ranks_of) > 1:
         got = "; ".join(f"{name!r} on rank {', '.join(map(str, ranks))}" for name, ranks in ranks_of.items())
-        fix = "open the channels in the same order on every rank, each with the same name= everywhere"
-        raise LayoutMismatch("ranks open channels of different names at the same time", got=got, fix=fix)
+        hint = "open the channels in the same order on every rank, each with the same name= everywhere"
+        raise LayoutMismatch("ranks open channels of different names at the same time", got=got, hint=hint)
 
 
 def _refuse_to_overwrite(described: Sequence[Description], root: int, receivers: Sequence[int]) -> None:
@@ -234,8 +234,8 @@ def _refuse_to_overwrite(described: Sequence[Description], root: int, receivers:
     trained = [rank for rank in receivers if described[rank].trained[described[rank].into is not None]]
     if trained and not described[root].trained[0]:
         what = f"src= was not passed, and rank {root}, which is not trained, would overwrite modules that are"
-        fix = "name the ranks that send with src= or group_src="
-        raise LayoutMismatch(what, ranks=trained, fix=fix)
+        hint = "name the ranks that send with src= or group_src="
+        raise LayoutMismatch(what, ranks=trained, hint=hint)
 
 
 def _connected(described: Sequence[Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
@@ -278,8 +278,8 @@ def _unflatten(
             inside = all(0 <= at < size for at, size in zip(place, mesh.shape, strict=True))
             if not inside and set(place) != {-1}:
                 what = "a rank is at no place of a mesh"
-                fix = "run the same version of dte_dist on every rank"
-                raise LayoutMismatch(what, ranks=[rank], expected=f"within {mesh.shape}", got=place, fix=fix)
+                hint = "run the same version of dte_dist on every rank"
+                raise LayoutMismatch(what, ranks=[rank], expected=f"within {mesh.shape}", got=place, hint=hint)
             places.append(place if inside else None)
         both.append(tuple(places))
     return both

@@ -16,11 +16,11 @@ from dte_dist.change.snapshot import Detector
 from dte_dist.collectives import running
 from dte_dist.collectives.channel import Abandoned, Channel
 from dte_dist.collectives.exclusive import exclusive
-from dte_dist.collectives.options import CallOptions, Options, Ranks, WireDtype, Wishes, group_ranks
+from dte_dist.collectives.options import CallOptions, ChannelOptions, OptionKeywords, Ranks, WireDtype, group_ranks
 from dte_dist.collectives.registry import find, find_or_open, is_in_use
 from dte_dist.collectives.routes import RouteOption
-from dte_dist.collectives.streams import aside, hold_back, on
-from dte_dist.collectives.sync import Prepared
+from dte_dist.collectives.streams import fork_streams, join_caller, use_streams
+from dte_dist.collectives.sync import PreparedSync
 from dte_dist.collectives.work import DeltaWork
 from dte_dist.errors import ChannelClosed, DeltaError
 from dte_dist.layout import Layout, Rename, Select
@@ -40,12 +40,12 @@ _log = logging.getLogger(__name__)
 @overload
 def delta_broadcast(
     module: Module, group: Group | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[OptionKeywords],
 ) -> SyncReport: ...  # fmt: skip
 @overload
 def delta_broadcast(
     module: Module, group: Group | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
-    **options: Unpack[CallOptions],
+    **options: Unpack[OptionKeywords],
 ) -> DeltaWork: ...  # fmt: skip
 def delta_broadcast(
     module: Module,
@@ -130,7 +130,7 @@ def delta_broadcast(
         >>> print(report)
         v1 -> v2 delta: ... of 1,072 changed (... %), ... to each receiver (dense 4.3 kB, ...x), 2 frames, ...
     """
-    said: CallOptions = {
+    said: OptionKeywords = {
         "group_src": group_src,
         "version": version,
         "mode": mode,
@@ -154,19 +154,19 @@ def delta_broadcast(
 @overload
 def delta_p2p(
     module: Module, group: Group | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
-    **options: Unpack[CallOptions],
+    **options: Unpack[OptionKeywords],
 ) -> SyncReport: ...  # fmt: skip
 @overload
 def delta_p2p(
     module: Module, group: Group | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
-    **options: Unpack[CallOptions],
+    **options: Unpack[OptionKeywords],
 ) -> DeltaWork: ...  # fmt: skip
 def delta_p2p(
     module: Module,
     group: Group | None = None,
     src: Ranks | None = None,
     async_op: bool = False,
-    **options: Unpack[CallOptions],
+    **options: Unpack[OptionKeywords],
 ) -> SyncReport | DeltaWork:
     """Do what `delta_broadcast` does, shard to shard: no root, each source sends each receiver only what that receiver holds.
 
@@ -229,7 +229,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         raise ValueError("there is no open channel of this module and group: verify after delta_broadcast or delta_p2p")
     into = channel.options.into and channel.options.into()
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
-        running.join(module, into)
+        running.wait_for(module, into)
         channel.refuse_forked()
         channel = find(module, pg) or channel  # a call of another thread may have opened a new one meanwhile
         try:
@@ -237,26 +237,26 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         except BaseException as error:
             channel.abort(error)
             if isinstance(error, Abandoned):
-                raise ChannelClosed("another rank closed the channel", fix="sync again; a new channel opens") from error
+                raise ChannelClosed("another rank closed the channel", hint="sync again; a new channel opens") from error
             raise
 
 
 def _sync(
-    module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: CallOptions
+    module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: OptionKeywords
 ) -> SyncReport | DeltaWork:
     """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
     pg = group_of(group)
     if pg is None or dist.get_rank(pg) < 0:
         raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
-    options, wishes, error = Options(), Wishes(), None
+    options, call_options, error = ChannelOptions(), CallOptions(), None
     into = said.get("into")
     try:
         if into is module:
             raise ValueError("into= must be another module: a rank that is both source and receiver has two copies")
-        unknown = said.keys() - CallOptions.__annotations__.keys()
+        unknown = said.keys() - OptionKeywords.__annotations__.keys()
         if unknown:
             raise ValueError(f"there is no option {min(unknown)!r}")
-        wishes = Wishes.of(said)
+        call_options = CallOptions.of(said)
         options = _options(pg, src, said)
     except (ValueError, DeltaError) as caught:
         error = caught
@@ -267,17 +267,17 @@ def _sync(
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
-    call = _Call(module, pg, options, wishes, error, into)
+    call = _Call(module, pg, options, call_options, error, into)
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():  # a channel outlives a caller's inference_mode
-        running.join(module, into)
+        running.wait_for(module, into)
         return call.start() if async_op else call.run()
 
 
-def _options(group: dist.ProcessGroup, src: Ranks | None, said: CallOptions) -> Options:
+def _options(group: dist.ProcessGroup, src: Ranks | None, said: OptionKeywords) -> ChannelOptions:
     into = said.get("into")
     if into is not None and not isinstance(into, torch.nn.Module | Layout):
         raise ValueError(f"into= must be a torch.nn.Module or a dte_dist.Layout, got {type(into).__name__}")
-    return Options(
+    return ChannelOptions(
         sources=group_ranks(src, said.get("group_src"), group),
         bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),
         anchor_interval=said.get("anchor_interval"),
@@ -297,8 +297,8 @@ class _Call:
 
     module: Module
     group: dist.ProcessGroup
-    options: Options
-    wishes: Wishes
+    options: ChannelOptions
+    call_options: CallOptions
     error: Exception | None
     into: Module | None
     begin: float = field(default_factory=time.perf_counter)
@@ -327,13 +327,13 @@ class _Call:
             finally:
                 modules.clear()  # until now they must not be collected, which closes the channel
 
-        streams = aside(channel.devices)
+        streams = fork_streams(channel.devices)
         work = DeltaWork(finish, streams)
         try:
-            with on(streams):
+            with use_streams(streams):
                 prepared = self._prepare(channel, background=True)
-            hold_back(streams)
-            running.note(work, self.module, self.into)  # before it starts: the next call is to wait for it in any case
+            join_caller(streams)
+            running.register(work, self.module, self.into)  # before it starts: the next call is to wait for it in any case
             work.start()
         except BaseException as error:
             if work.ended(0):  # it never began
@@ -344,8 +344,8 @@ class _Call:
     def _channel(self) -> Channel:
         return find_or_open(self.module, self.group, self.into, self.options, self.error)
 
-    def _prepare(self, channel: Channel, background: bool = False) -> Prepared:
-        return channel.prepare(self.wishes, self.begin, check=lambda: self._check(channel), background=background)
+    def _prepare(self, channel: Channel, background: bool = False) -> PreparedSync:
+        return channel.prepare(self.call_options, self.begin, check=lambda: self._check(channel), background=background)
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""
@@ -354,5 +354,5 @@ class _Call:
         different = channel.options.differences(self.options)
         if different:
             names = ", ".join(different)
-            fix = "pass the same, or call dte_dist.close(module, group) on every rank first"
-            raise ValueError(f"{names}: not what the call that opened the channel passed; {fix}")
+            hint = "pass the same, or call dte_dist.close(module, group) on every rank first"
+            raise ValueError(f"{names}: not what the call that opened the channel passed; {hint}")

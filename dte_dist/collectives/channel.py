@@ -17,17 +17,17 @@ from typing import TypeVar
 
 import torch
 
-from dte_dist.collectives.options import Options, Wishes
+from dte_dist.collectives.options import CallOptions, ChannelOptions
 from dte_dist.collectives.routes import Chosen
-from dte_dist.collectives.sync import Parts, Prepared, Sync
+from dte_dist.collectives.sync import ChannelState, PreparedSync, Sync
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.control import ASKED, REASONS, VERIFY, ControlRow
 from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport, VerifyReport
 from dte_dist.transport.board import Verdict
-from dte_dist.transport.groups import Wire
-from dte_dist.transport.together import Agreed, end_together, error_of, forget_frames
+from dte_dist.transport.groups import Communicator
+from dte_dist.transport.together import AgreedError, capture_error, end_together, forget_frames
 from dte_dist.transport.watch import Watch
 
 __all__ = ["Abandoned", "Channel"]
@@ -49,11 +49,11 @@ class Abandoned(Exception):
 
     def error(self) -> DeltaError:
         """Return what is raised where the sync cannot be made in a new channel: its bits are gone."""
-        fix = "call again; a new channel opens"
+        hint = "call again; a new channel opens"
         if self.verdict.kind == "left":
-            return ChannelClosed(self.verdict.text, ranks=self.verdict.ranks, fix=fix)
+            return ChannelClosed(self.verdict.text, ranks=self.verdict.ranks, hint=hint)
         lost, is_late = self.verdict.ranks, self.verdict.kind == "late"
-        return PeerLost(f"the other ranks had left the channel: {self}", lost=lost, late=is_late, fix=fix)
+        return PeerLost(f"the other ranks had left the channel: {self}", lost=lost, late=is_late, hint=hint)
 
 
 class Channel:
@@ -75,7 +75,7 @@ class Channel:
     """
 
     def __init__(
-        self, options: Options, parts: Parts, watch: Watch, wires: Sequence[Wire],
+        self, options: ChannelOptions, parts: ChannelState, watch: Watch, wires: Sequence[Communicator],
         devices: Collection[torch.device],
     ) -> None:  # fmt: skip
         self.options, self.parts, self.devices = options, parts, devices
@@ -106,11 +106,11 @@ class Channel:
             self.watch.say_last(RuntimeError(why))
         self.drop(why)
 
-    def prepare(self, wishes: Wishes, begin: float, *, check: Callable[[], None], background: bool = False) -> Prepared:
+    def prepare(self, call_options: CallOptions, begin: float, *, check: Callable[[], None], background: bool = False) -> PreparedSync:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
-            wishes: of the call.
+            call_options: of the call.
             begin: when it began, `time.perf_counter`.
             check: raises if the arguments of the call make no sense.
             background: the caller goes on before the sync ends.
@@ -124,19 +124,19 @@ class Channel:
         try:
             if source is not None:
                 source.rollback()  # of what an interrupt may have left; it may cost the version
-            reason = self._full_reason(wishes.mode)
+            reason = self._full_reason(call_options.mode)
             check()
-            chosen = self.parts.routes.choose(wishes.route)
+            chosen = self.parts.routes.choose(call_options.route)
             route = self.parts.routes[chosen[0]]
             if source is not None:
-                version, chooser = wishes.version or source.chain.version + 1, wishes.chooser(self.parts.speed.bytes_per_second)
-                source.prepare(version, bool(reason), phases, wishes.detector, route.lanes, chooser=chooser)
+                version, selector = call_options.version or source.state.version + 1, call_options.selector(self.parts.speed.bytes_per_second)
+                source.prepare(version, bool(reason), phases, call_options.detector, route.lanes, selector=selector)
             if receiver is not None:
-                receiver.begin(route.remaps)
+                receiver.begin(route.index_maps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
-        row = self._row(error, wishes.version, reason, wishes.mode == "full")
-        return Prepared(replace(row, route=ROUTES.index(chosen[0])), error, phases, begin, chosen, background)
+        row = self._row(error, call_options.version, reason, call_options.mode == "full")
+        return PreparedSync(replace(row, route=ROUTES.index(chosen[0])), error, phases, begin, chosen, background)
 
     def verify(self) -> VerifyReport:
         """Compare what receivers hold with what sources believe they hold; all ranks of the group must call.
@@ -149,14 +149,14 @@ class Channel:
         self.watch.call()
         error = None
         if self.parts.source is not None:
-            error = error_of(self.parts.source.rollback)
+            error = capture_error(self.parts.source.rollback)
         row = replace(self._row(error, None, 0, asked=False), call=VERIFY)
-        meeting = Sync(self.parts, Prepared(row, error, Phases(), time.perf_counter(), ("broadcast", "")))
+        meeting = Sync(self.parts, PreparedSync(row, error, Phases(), time.perf_counter(), ("broadcast", "")))
         report = self._meet(meeting, meeting.verify)
         _log.info("%s", report)
         return report
 
-    def run(self, prepared: Prepared) -> SyncReport:
+    def run(self, prepared: PreparedSync) -> SyncReport:
         """Run the rest of a sync; all ranks of the group must call.
 
         Raises:
@@ -172,11 +172,11 @@ class Channel:
     def _meet(self, sync: Sync, call: Callable[[], _T]) -> _T:
         """Run a meeting of all ranks, and see to what it leaves behind."""
         if self.broken is not None:
-            raise ChannelClosed(f"the channel is closed: {self.broken}", fix="call again; a new channel opens")
+            raise ChannelClosed(f"the channel is closed: {self.broken}", hint="call again; a new channel opens")
         try:
             with self.watch:
                 report = call()
-        except Agreed as agreed:
+        except AgreedError as agreed:
             if isinstance(agreed.error, PeerLost):  # of something else; but whoever gets one takes the channel for broken
                 raise self._break(agreed.error) from agreed.error
             self.in_step = True
@@ -204,8 +204,8 @@ class Channel:
             ChannelClosed: on this process alone, which is no rank.
         """
         if os.getpid() != self._pid:
-            fix = "sync in the process that opened the channel; start workers that are to sync by spawn, not fork"
-            raise ChannelClosed("the channel belongs to the process that this one was forked from", fix=fix)
+            hint = "sync in the process that opened the channel; start workers that are to sync by spawn, not fork"
+            raise ChannelClosed("the channel belongs to the process that this one was forked from", hint=hint)
 
     def abort(self, error: BaseException | None = None) -> None:
         """Break the channel if a sync on this rank was left halfway, so that the others do not wait for it."""
@@ -216,31 +216,31 @@ class Channel:
         """Return why this source prepares a full sync, as a number of `REASONS`; 0 for a delta."""
         if self.parts.source is None:
             return 0
-        chain, anchor = self.parts.source.chain, self.options.anchor_interval
-        if chain.version == NONE:
-            return REASONS.index("first sync" if chain.newest == NONE else "no version since a sync broke off")
+        state, anchor = self.parts.source.state, self.options.anchor_interval
+        if state.version == NONE:
+            return REASONS.index("first sync" if state.newest == NONE else "no version since a sync broke off")
         if mode == "full":
             return REASONS.index("mode")
-        return REASONS.index("anchor") if anchor is not None and chain.deltas >= anchor else 0
+        return REASONS.index("anchor") if anchor is not None and state.deltas >= anchor else 0
 
     def _seed_reason(self, asked: bool) -> int:
         """Return why this receiver is to be seeded, as a number of `SEED_REASONS`; 0 if its version tells all there is to say."""
         receiver = self.parts.receiver
-        if receiver is None or (receiver.chain.version != NONE and not asked):
+        if receiver is None or (receiver.state.version != NONE and not asked):
             return 0
-        return receiver.chain.seed_reason if receiver.chain.version == NONE else ASKED
+        return receiver.state.seed_reason if receiver.state.version == NONE else ASKED
 
     def _row(self, error: Exception | None, version: int | None, reason: int, asked: bool) -> ControlRow:
         source, receiver = self.parts.source, self.parts.receiver
         return ControlRow(
             failed=int(error is not None), is_source=int(source is not None), is_receiver=int(receiver is not None),
-            source_version=source.chain.version if source else NONE, source_stream=source.chain.stream if source else 0,
-            receiver_version=receiver.chain.version if receiver else NONE, receiver_stream=receiver.chain.stream if receiver else 0,
-            newest=max(state.chain.newest for state in (source, receiver) if state is not None),
-            broken_off=int(source is not None and source.chain.broken_off),
+            source_version=source.state.version if source else NONE, source_lineage=source.state.lineage if source else 0,
+            receiver_version=receiver.state.version if receiver else NONE, receiver_lineage=receiver.state.lineage if receiver else 0,
+            newest=max(state.state.newest for state in (source, receiver) if state is not None),
+            aborted=int(source is not None and source.state.aborted),
             seed_reason=self._seed_reason(asked),
-            wanted=version if error is None and version is not None else NONE, full=int(reason > 0), reason=reason,
-            proposal=secrets.randbits(62) + 1, changed=source.changed if source else 0,
+            requested_version=version if error is None and version is not None else NONE, full=int(reason > 0), reason=reason,
+            proposed_lineage=secrets.randbits(62) + 1, changed=source.changed if source else 0,
         )  # fmt: skip
 
     def _forget(self) -> None:
@@ -256,5 +256,5 @@ class Channel:
     def _break(self, error: BaseException) -> DeltaError:
         """Close the channel and return the error that all survivors raise."""
         if self.parts.source is not None:
-            self.parts.source.chain.broken_off = True
+            self.parts.source.state.aborted = True
         return end_together(error, self.watch, self.drop)

@@ -27,8 +27,8 @@ from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout
 from dte_dist.plan.contested import Contested
 from dte_dist.plan.model_map import ModelMap
-from dte_dist.transport.groups import Wire
-from dte_dist.transport.together import Agreed, or_error, raise_if_any
+from dte_dist.transport.groups import Communicator
+from dte_dist.transport.together import AgreedError, capture, raise_if_any
 
 __all__ = ["refuse_rivals"]
 
@@ -40,7 +40,7 @@ _FIX = (
 )
 
 
-def refuse_rivals(control: Wire, agreement: Agreement, layout: Layout | None) -> None:
+def refuse_rivals(control: Communicator, agreement: Agreement, layout: Layout | None) -> None:
     """Refuse sources that hold different bits under one name; all ranks of the control group must call.
 
     Args:
@@ -50,17 +50,17 @@ def refuse_rivals(control: Wire, agreement: Agreement, layout: Layout | None) ->
             contested.
 
     Raises:
-        Agreed: with a `LayoutMismatch`, or with the error of the lowest rank that could not read its tensors.
+        AgreedError: with a `LayoutMismatch`, or with the error of the lowest rank that could not read its tensors.
         PeerLost: a rank did not answer.
     """
     contested = agreement.model.contested
     if not len(contested):
         return
-    row, error = or_error(lambda: _row(contested, layout, control.rank))
+    row, error = capture(lambda: _row(contested, layout, control.rank))
     rows = raise_if_any(control, error, (_empty_row(contested) if row is None else row).tolist())
     differing, refused = _judge(contested, rows)
     if len(refused):
-        raise Agreed(_rivals(agreement.model, refused))
+        raise AgreedError(_rivals(agreement.model, refused))
     if len(differing) and control.rank == agreement.root:
         named = _names(agreement.model, differing)
         more = f" and {len(named) - 1} more" if named[1:] else ""
@@ -108,4 +108,4 @@ def _rivals(model: ModelMap, refused: np.ndarray) -> LayoutMismatch:
     ranks = np.unique(contested.rank[np.isin(contested.piece, of_first)]).tolist()
     what = "sources hold different bits under one name, and no mesh makes them replicas of each other"
     what += f" ({len(named)} tensors in all)" if named[1:] else ""
-    return LayoutMismatch(what, slot=named[0], ranks=ranks, fix=_FIX)
+    return LayoutMismatch(what, tensor=named[0], ranks=ranks, hint=_FIX)

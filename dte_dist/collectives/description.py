@@ -1,7 +1,7 @@
 """Descriptions taken apart again: what another rank said of itself, checked before anything of it is used.
 
 A description is three int64 lengths and three parts: JSON, the manifest of the module, and the manifest of
-`into` or nothing. All ranks read the same bytes (`Wire.share` guards them), so what is wrong with them is the
+`into` or nothing. All ranks read the same bytes (`Communicator.share` guards them), so what is wrong with them is the
 same error on every rank.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dte_dist.collectives.options import Options
+from dte_dist.collectives.options import ChannelOptions
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import DTYPES, Manifest
 from dte_dist.plan.model_map import WireTypes
@@ -34,7 +34,7 @@ class Description:
     """What one rank, and every rank that is placed like it, says of itself.
 
     Attributes:
-        options: those that all ranks must say alike, see `Options.shared`.
+        options: those that all ranks must say alike, see `ChannelOptions.shared`.
         wire: on a source, the dtypes to send.
         partial: a receiver asks for some of the slots only.
         nccl: the rank can send its data over NCCL.
@@ -68,7 +68,7 @@ class Description:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError, LayoutMismatch) as error:
             text = str(error)[:400]
             raise LayoutMismatch(
-                f"the description of a rank is not sound: {text}", ranks=[rank], fix=_SAME
+                f"the description of a rank is not sound: {text}", ranks=[rank], hint=_SAME
             ) from error
 
     @classmethod
@@ -108,7 +108,7 @@ def check_counts(sizes: Sequence[int]) -> None:
         if not _HEAD <= size <= MOST_BYTES:
             expected = f"{_HEAD} to {MOST_BYTES} bytes"
             raise LayoutMismatch(
-                "a description cannot have this size", ranks=[rank], expected=expected, got=size, fix=_SAME
+                "a description cannot have this size", ranks=[rank], expected=expected, got=size, hint=_SAME
             )
 
 
@@ -124,7 +124,7 @@ def _parts(data: bytes) -> tuple[bytes, bytes, bytes]:
 
 def _check_options(said: Any, size: int) -> None:
     """Check that options are some that a call can have."""
-    if not isinstance(said, dict) or said.keys() != Options().shared().keys():
+    if not isinstance(said, dict) or said.keys() != ChannelOptions().shared().keys():
         raise ValueError("its options are others")
     sources, timeout = said["src"], said["timeout"]
     if sources is not None and not (
@@ -135,7 +135,7 @@ def _check_options(said: Any, size: int) -> None:
         raise ValueError(f"its sources are not different ranks of a group of {size}")
     if type(timeout) not in (int, float):
         raise ValueError("its timeout is no number")
-    Options(
+    ChannelOptions(
         timeout=timedelta(seconds=timeout), **{name: said[name] for name in said.keys() - {"src", "timeout"}}
     )
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dte_dist.change.snapshot import Snapshot
-from dte_dist.engine.chain import Chain
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState
+from dte_dist.engine.chain import VersionState
+from dte_dist.engine.receiver import Receiver
+from dte_dist.engine.source import Source
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.space import FlatSpace
 
-__all__ = ["chains_of", "drop_source", "forget_copy", "keep_source", "release_source", "share_copy", "take_up_source"]
+__all__ = ["attach_copy", "discard_source", "invalidate_copy", "release_source", "restore_source", "retain_source", "states_of"]
 
 
 Home = tuple[int, Any]
@@ -40,7 +40,7 @@ class _Source:
         ranks: of the world that were in the group.
     """
 
-    chain: Chain
+    state: VersionState
     snapshot: Snapshot | None
     covers: bytes
     names: frozenset[str]
@@ -52,11 +52,11 @@ class _Copy:
     """Where some tensors of a module stand as a receiver's copy.
 
     Attributes:
-        chain: of the receivers that hold these pieces.
+        state: of the receivers that hold these pieces.
         homes: where in the module the tensors are found.
     """
 
-    chain: Chain
+    state: VersionState
     homes: frozenset[Home]
 
 
@@ -66,15 +66,15 @@ _copies: weakref.WeakKeyDictionary[Any, dict[bytes, _Copy]] = weakref.WeakKeyDic
 """By module, then by digest of the pieces that are received."""
 
 
-def keep_source(module: Any, ranks: Sequence[int], state: SourceState, model: ModelMap) -> None:
+def retain_source(module: Any, ranks: Sequence[int], state: Source, model: ModelMap) -> None:
     """Keep what the source of a broken channel over some ranks of the world holds."""
     here = tuple(ranks)
-    mine = _Source(state.chain, state.snapshot, _digest(model, state.spaces), _names(model, state), here)
+    mine = _Source(state.state, state.snapshot, _digest(model, state.spaces), _names(model, state), here)
     others = [kept for kept in _sources.get(module, []) if (kept.covers, kept.ranks) != (mine.covers, here)]
     _sources[module] = [*others, mine]
 
 
-def take_up_source(module: Any, ranks: Sequence[int], state: SourceState, model: ModelMap) -> None:
+def restore_source(module: Any, ranks: Sequence[int], state: Source, model: ModelMap) -> None:
     """Give a new source what is kept of an earlier one with the same pieces; it stays kept until `release_source`.
 
     That of a group of the same ranks is taken if there is one: each group has receivers of its own. Otherwise it is the
@@ -84,28 +84,28 @@ def take_up_source(module: Any, ranks: Sequence[int], state: SourceState, model:
     found = [kept for kept in _sources.get(module, []) if kept.covers == covers]
     if found:
         kept = max(reversed(found), key=lambda each: each.ranks == tuple(ranks))
-        state.chain, state.snapshot = kept.chain, kept.snapshot
+        state.state, state.snapshot = kept.state, kept.snapshot
 
 
-def release_source(module: Any, state: SourceState, model: ModelMap) -> None:
+def release_source(module: Any, state: Source, model: ModelMap) -> None:
     """Keep no longer what the source of an open channel has taken up, or what it stands for now.
 
     Where it could take up nothing, its tensors are cut otherwise than before, since trainers came or went, say. Snapshots
     of the same tensors are of no use then, and would stay as long as the module: a copy of its shard at every such change.
     """
     kept, names = _sources.get(module, []), _names(model, state)
-    others = [each for each in kept if each.chain is not state.chain]
+    others = [each for each in kept if each.state is not state.state]
     took_nothing = len(others) == len(kept)
     _sources[module] = [each for each in others if not (took_nothing and each.names == names)]
 
 
-def drop_source(module: Any, ranks: Sequence[int] | None) -> None:
+def discard_source(module: Any, ranks: Sequence[int] | None) -> None:
     """Drop what is kept of the sources of a group, or of all groups (None), if anything is."""
     _sources[module] = [kept for kept in _sources.get(module, []) if ranks is not None and kept.ranks != tuple(ranks)]
 
 
-def share_copy(
-    target: Any, state: ReceiverState, model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home]
+def attach_copy(
+    target: Any, state: Receiver, model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home]
 ) -> None:
     """Let a new receiver share the chain of the tensors in `target` of which it holds `spaces`.
 
@@ -118,27 +118,27 @@ def share_copy(
     """
     held = frozenset(homes[entry] for space in spaces.values() for entry in space.pieces.entry.tolist())
     copies = _copies.setdefault(target, {})
-    copy = copies.setdefault(_digest(model, spaces, homes), _Copy(state.chain, held))
-    state.chain = copy.chain
+    copy = copies.setdefault(_digest(model, spaces, homes), _Copy(state.state, held))
+    state.state = copy.state
     rivals = [other for other in copies.values() if other is not copy and other.homes & copy.homes]
-    copy.chain.rivals = [other.chain for other in rivals]
+    copy.state.overlapping = [other.state for other in rivals]
     for other in rivals:
-        if copy.chain not in other.chain.rivals:
-            other.chain.rivals.append(copy.chain)
+        if copy.state not in other.state.overlapping:
+            other.state.overlapping.append(copy.state)
 
 
-def chains_of(target: Any) -> list[Chain]:
+def states_of(target: Any) -> list[VersionState]:
     """Return the chains of all copies in a module."""
-    return [copy.chain for copy in _copies.get(target, {}).values()]
+    return [copy.state for copy in _copies.get(target, {}).values()]
 
 
-def forget_copy(target: Any) -> None:
+def invalidate_copy(target: Any) -> None:
     """Let all copies in `target` stand where those stand that never received anything."""
-    for chain in chains_of(target):
-        chain.forget()
+    for state in states_of(target):
+        state.reset()
 
 
-def _names(model: ModelMap, state: SourceState) -> frozenset[str]:
+def _names(model: ModelMap, state: Source) -> frozenset[str]:
     """Return the names of the tensors that a source contributes to."""
     return frozenset(model.slots[slot].name for space in state.spaces.values() for slot in space.pieces.slot.tolist())
 

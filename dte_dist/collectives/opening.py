@@ -31,25 +31,25 @@ from dte_dist.collectives import kept
 from dte_dist.collectives.agreement import Agreement, Described, agree, compare_plans, describe
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.copies import refuse_rivals
-from dte_dist.collectives.letters import Letters
-from dte_dist.collectives.options import Options
-from dte_dist.collectives.routes import P2PRoute, RelayRoute, Routes
-from dte_dist.collectives.sync import Parts
+from dte_dist.collectives.letters import InlineFrames
+from dte_dist.collectives.options import ChannelOptions
+from dte_dist.collectives.routes import BroadcastRoute, P2PRoute, Routes
+from dte_dist.collectives.sync import ChannelState
 from dte_dist.collectives.verification import Verifier
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState
+from dte_dist.engine.receiver import Receiver
+from dte_dist.engine.source import Source
 from dte_dist.errors import OrderMismatch, PeerLost
 from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
-from dte_dist.plan.schedule import Schedule
+from dte_dist.plan.schedule import ChunkPlan
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.board import names
-from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.groups import Membership, Wire
+from dte_dist.transport.exchange import PairwiseExchange
+from dte_dist.transport.groups import Communicator, Membership
 from dte_dist.transport.guard import DamagedRow
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.relay import BucketedBroadcast
 from dte_dist.transport.rendezvous import call_roll, forget_meeting
 from dte_dist.transport.speed import LinkSpeed
-from dte_dist.transport.together import Agreed, agreed, end_together, or_error, raise_if_any
+from dte_dist.transport.together import AgreedError, agreed, capture, end_together, raise_if_any
 from dte_dist.transport.watch import Watch
 
 __all__ = ["Model", "open_channel"]
@@ -60,7 +60,7 @@ Model = torch.nn.Module | Layout
 _log = logging.getLogger(__name__)
 
 
-_Groups = tuple[Wire | None, Wire | None, Wire | None]
+_Groups = tuple[Communicator | None, Communicator | None, Communicator | None]
 """To gather, to stream, and for pairs of ranks; None where this rank has no part in it."""
 
 
@@ -69,7 +69,7 @@ class _GivenUp(Exception):
 
 
 def open_channel(
-    module: Model, group: dist.ProcessGroup | None, into: Model | None, options: Options,
+    module: Model, group: dist.ProcessGroup | None, into: Model | None, options: ChannelOptions,
     error: Exception | None, *, origin: int | None = None,
 ) -> Channel:  # fmt: skip
     """Open a channel; all ranks of the group must call.
@@ -106,10 +106,10 @@ class _Opening:
     """
 
     membership: Membership
-    options: Options
+    options: ChannelOptions
     origin: int | None
     watch: Watch = field(init=False)
-    wires: list[Wire] = field(default_factory=list)
+    wires: list[Communicator] = field(default_factory=list)
     has_met: bool = False
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class _Opening:
         try:
             channel = self._steps(module, into, error)
             return channel
-        except Agreed as agreed:
+        except AgreedError as agreed:
             raise agreed.error from agreed.error.__cause__
         except PeerLost as lost:
             if not self.has_met and not self.watch.ends_here(self.watch.settle(lost)):
@@ -153,10 +153,10 @@ class _Opening:
         membership, watch = self.membership, self.watch
         mine: Described | None = None
         if error is None:
-            mine, error = or_error(lambda: self._describe(module, into))
+            mine, error = capture(lambda: self._describe(module, into))
         origins = call_roll(watch)
         watch.origin = agreed(lambda: _one_origin(origins)) or membership.channel
-        control = Wire("control", range(membership.size), membership, "gloo", watch=watch)
+        control = Communicator("control", range(membership.size), membership, "gloo", watch=watch)
         self.wires.append(control)
         agreement = agree(control, mine, error)
         self.has_met = True
@@ -171,7 +171,7 @@ class _Opening:
                 error = error or damage
         groups = self._groups(agreement, mine)  # type: ignore[arg-type]  # agree raised where there is none
         target = module if into is None else into
-        built, wrong = or_error(
+        built, wrong = capture(
             lambda: self._build(agreement, mine, module, target, groups)  # type: ignore[arg-type]
         )
         watch.is_ending = True
@@ -199,57 +199,57 @@ class _Opening:
         device = mine.devices[0] if mine.devices else None
         gather = self._wire("gather", agreement.backend, sorted(agreement.sources), device)
         ends = sorted({agreement.root, *agreement.receivers})
-        stream = self._wire("stream", agreement.backend, ends, device)
+        lineage = self._wire("lineage", agreement.backend, ends, device)
         if agreement.backend == "gloo":
-            return gather, stream, self.wires[0]
-        return gather, stream, self._wire("pairs", agreement.backend, range(self.membership.size), device)
+            return gather, lineage, self.wires[0]
+        return gather, lineage, self._wire("pairs", agreement.backend, range(self.membership.size), device)
 
     def _build(
         self, agreement: Agreement, mine: Described, module: Model, target: Model, groups: _Groups
     ) -> Channel:
         """Make the states. What fails here is told to all ranks in the last row."""
         rank, root, model = self.membership.rank, agreement.root, agreement.model
-        gather, stream, pairs = groups
+        gather, lineage, pairs = groups
         totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
-        schedule = Schedule(totals, self.options.bucket_bytes)
+        schedule = ChunkPlan(totals, self.options.bucket_bytes)
         source = self._source(agreement, mine, module, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
         self._warm({width for spaces in model.source_spaces.values() for width in spaces})
         speed = LinkSpeed()
-        relay = Relay(gather, stream, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes, speed=speed)
-        exchange = Exchange(pairs, rank=rank, sources=agreement.sources)
+        relay = BucketedBroadcast(gather, lineage, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes, speed=speed)
+        exchange = PairwiseExchange(pairs, rank=rank, sources=agreement.sources)
         routes = Routes(
-            lambda: RelayRoute(model, schedule, source, receiver, relay=relay, root=root),
+            lambda: BroadcastRoute(model, schedule, source, receiver, relay=relay, root=root),
             lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
             lambda: Plan.of(model, root),
         )
-        parts = Parts(
-            agreement, self.wires[0], routes, source, receiver, Letters(len(agreement.sources)), speed,
+        parts = ChannelState(
+            agreement, self.wires[0], routes, source, receiver, InlineFrames(len(agreement.sources)), speed,
             Verifier(model, self.wires[0], source, receiver), self.options.verify_interval,
         )  # fmt: skip
         return Channel(self.options, parts, self.watch, self.wires, frozenset(mine.devices))
 
-    def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Wire | None:
+    def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Communicator | None:
         """Make a data group if it has several members and this rank is one."""
         if len(members) < 2 or self.membership.rank not in members:
             return None
-        self.wires.append(Wire(name, members, self.membership, backend, device, watch=self.watch))
+        self.wires.append(Communicator(name, members, self.membership, backend, device, watch=self.watch))
         return self.wires[-1]
 
-    def _source(self, agreement: Agreement, mine: Described, module: Model, schedule: Schedule) -> SourceState:
-        state = SourceState(mine.layout, agreement.model, self.membership.rank, schedule, agreement.schema)
-        kept.take_up_source(module, self.membership.global_ranks, state, agreement.model)
+    def _source(self, agreement: Agreement, mine: Described, module: Model, schedule: ChunkPlan) -> Source:
+        state = Source(mine.layout, agreement.model, self.membership.rank, schedule, agreement.schema)
+        kept.restore_source(module, self.membership.global_ranks, state, agreement.model)
         return state
 
-    def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> ReceiverState:
+    def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> Receiver:
         rank, model = self.membership.rank, agreement.model
         layout = mine.layout if mine.into is None else mine.into
         names, tensors = [entry.name for entry in layout.manifest.entries], layout.tensors()
         refuse_overlaps(names, tensors)
         if mine.into is not None and rank in agreement.sources:
             refuse_shared(names, mine.layout.tensors(), tensors)
-        state = ReceiverState(layout, model, rank)
-        kept.share_copy(target, state, model, model.receiver_spaces[rank], layout.homes())
+        state = Receiver(layout, model, rank)
+        kept.attach_copy(target, state, model, model.receiver_spaces[rank], layout.homes())
         return state
 
 
@@ -263,7 +263,7 @@ def _one_origin(origins: Mapping[int, int | None]) -> int | None:
     ranks = {origin: [rank for rank, other in origins.items() if other == origin] for origin in known}
     if len(ranks) > 1:
         said = ", ".join(f"{names(those)} that of channel {origin}" for origin, those in ranks.items())
-        fix = "call the channels of a group in the same order on every rank; "
-        fix += "dte_dist.close(module, group) lets a module change places"
-        raise OrderMismatch(f"a channel opens again, but with different modules: {said}", fix=fix)
+        hint = "call the channels of a group in the same order on every rank; "
+        hint += "dte_dist.close(module, group) lets a module change places"
+        raise OrderMismatch(f"a channel opens again, but with different modules: {said}", hint=hint)
     return next(iter(ranks), None)

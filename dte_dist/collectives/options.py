@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.change.snapshot import Detector
-from dte_dist.codec import Chooser
+from dte_dist.codec import CodecSelector
 from dte_dist.collectives.routes import AUTO, RouteOption
 from dte_dist.layout import Layout, Manifest, Rename, Select
 from dte_dist.plan.model_map import WireTypes
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.transport.base import TIMEOUT, check_timeout
 
-__all__ = ["CallOptions", "Options", "Ranks", "WireDtype", "Wishes", "group_ranks", "layout_of", "wire_types"]
+__all__ = ["CallOptions", "ChannelOptions", "OptionKeywords", "Ranks", "WireDtype", "group_ranks", "layout_of", "wire_types"]
 
 Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them: one, several, or those of a mesh."""
@@ -49,7 +49,7 @@ _NAME_LENGTH: Final = 200
 """Characters of the longest name of a channel."""
 
 
-class CallOptions(TypedDict, total=False):
+class OptionKeywords(TypedDict, total=False):
     """The keyword options of a collective; `delta_broadcast` says what they mean."""
 
     group_src: Ranks | None
@@ -71,7 +71,7 @@ class CallOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wishes:
+class CallOptions:
     """What each call may say anew; `delta_broadcast` says what it means.
 
     Raises:
@@ -83,10 +83,10 @@ class Wishes:
     detector: Detector | None = None
     route: RouteOption = "broadcast"
     codec: str = "auto"
-    ratio: float = 1.0
+    sparse_bytes_ratio: float = 1.0
 
     @classmethod
-    def of(cls, said: CallOptions) -> Wishes:
+    def of(cls, said: OptionKeywords) -> CallOptions:
         """Pick what is wished for from the options of a call."""
         return cls(**{name: said[name] for name in cls.__slots__ if name in said})  # type: ignore[literal-required]
 
@@ -98,17 +98,17 @@ class Wishes:
             raise ValueError(f'mode must be "delta" or "full", got {self.mode!r}')
         if self.route not in (*ROUTES, AUTO):
             raise ValueError(f'route must be "broadcast", "p2p" or "auto", got {self.route!r}')
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float):
-            raise ValueError(f"ratio must be a number above 0 and at most 1, got {self.ratio!r}")
-        self.chooser(None)
+        if isinstance(self.sparse_bytes_ratio, bool) or not isinstance(self.sparse_bytes_ratio, int | float):
+            raise ValueError(f"sparse_bytes_ratio must be a number above 0 and at most 1, got {self.sparse_bytes_ratio!r}")
+        self.selector(None)
 
-    def chooser(self, bytes_per_second: float | None) -> Chooser:
+    def selector(self, bytes_per_second: float | None) -> CodecSelector:
         """Return what chooses the codecs, for links of this speed."""
-        return Chooser(self.codec, bytes_per_second, self.ratio)
+        return CodecSelector(self.codec, bytes_per_second, self.sparse_bytes_ratio)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class ChannelOptions:
     """What stays the same for the life of a channel.
 
     Attributes:
@@ -162,7 +162,7 @@ class Options:
             what = f"name must be a str of 1 to {_NAME_LENGTH} characters or None"
             raise ValueError(f"{what}, got {self.name!r:.250}")
 
-    def differences(self, other: Options) -> list[str]:
+    def differences(self, other: ChannelOptions) -> list[str]:
         """Return the names of options in which another call differs from this one."""
         return [name for name in self.__slots__ if not _same(getattr(self, name), getattr(other, name))]
 
@@ -275,7 +275,7 @@ def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
     return chosen
 
 
-def layout_of(module: torch.nn.Module | Layout, options: Options) -> Layout:
+def layout_of(module: torch.nn.Module | Layout, options: ChannelOptions) -> Layout:
     """Return the layout of what a caller passed.
 
     Raises:

@@ -23,7 +23,7 @@ from dte_dist.collectives import kept, running
 from dte_dist.collectives.channel import Channel
 from dte_dist.collectives.exclusive import exclusive
 from dte_dist.collectives.opening import Model, open_channel
-from dte_dist.collectives.options import Options
+from dte_dist.collectives.options import ChannelOptions
 from dte_dist.collectives.work import THREAD_NAME
 from dte_dist.engine.control import INVALIDATED
 from dte_dist.layout import Layout
@@ -40,7 +40,7 @@ _origins: weakref.WeakKeyDictionary[Any, dict[Any, int | None]] = weakref.WeakKe
 """By module and group, where they first met (`Watch.origin`)."""
 
 
-def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, options: Options, error: Exception | None) -> Channel:
+def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, options: ChannelOptions, error: Exception | None) -> Channel:
     """Return the open channel of (module, group), or open one; opening is collective.
 
     Args:
@@ -62,7 +62,7 @@ def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, op
         if channel.broken is not None or _is_gone(other):
             if (source := channel.parts.source) is not None:  # a receiver's chain stays with its copy anyway
                 ranks = channel.watch.membership.global_ranks
-                kept.keep_source(module, ranks, source, channel.parts.agreement.model)
+                kept.retain_source(module, ranks, source, channel.parts.agreement.model)
             mine.pop(other).close("its group is gone")
     _forget_origins(module)
     if group not in mine:
@@ -140,11 +140,11 @@ def _at_exit() -> None:
     """Let syncs in the background end, or end them: a thread inside a collective would bring the interpreter down with it."""
     if os.getpid() != _PID:
         return
-    if not running.finish(_EXIT_PATIENCE):
+    if not running.wait_all(_EXIT_PATIENCE):
         for channels in list(_channels.values()):
             for channel in channels.values():
                 channel.leave_halfway("the process exits before the sync has ended")
-        running.finish(_EXIT_PATIENCE)
+        running.wait_all(_EXIT_PATIENCE)
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
             thread.join(_EXIT_PATIENCE)
@@ -190,14 +190,14 @@ def invalidate(module: Model, group: Group | None = None) -> None:
     """
     only = None if group is None else group_of(group)
     with exclusive(module):
-        running.join(module)
+        running.wait_for(module)
         channels = [channel for other, channel in _channels.get(module, {}).items() if only in (None, other)]
-        chains = [channel.parts.receiver.chain for channel in channels if channel.parts.receiver is not None]
-        chains = chains or kept.chains_of(module)
-        if channels and not chains:
+        states = [channel.parts.receiver.state for channel in channels if channel.parts.receiver is not None]
+        states = states or kept.states_of(module)
+        if channels and not states:
             raise ValueError("this rank only sends this module: invalidate is for the module that receives, on its own rank")
-        for chain in chains:
-            chain.distrust(INVALIDATED)
+        for state in states:
+            state.invalidate(INVALIDATED)
 
 
 def close(module: Model, group: Group | None = None) -> None:
@@ -220,13 +220,13 @@ def close(module: Model, group: Group | None = None) -> None:
     """
     pg = group_of(group)
     with exclusive(module):
-        running.join(module)
+        running.wait_for(module)
         channel = _channels.get(module, {}).pop(pg, None)
-        kept.drop_source(module, None if channel is None else channel.watch.membership.global_ranks)
+        kept.discard_source(module, None if channel is None else channel.watch.membership.global_ranks)
         _origins.get(module, {}).pop(pg, None)
         if channel is not None:
             channel.close()
             if channel.parts.receiver is not None:
-                channel.parts.receiver.chain.forget()
+                channel.parts.receiver.state.reset()
         else:
-            kept.forget_copy(module)
+            kept.invalidate_copy(module)

@@ -18,22 +18,22 @@ from typing import Final, Literal, TypeVar
 
 from torch import Tensor
 
-from dte_dist.engine.chain import Step
-from dte_dist.engine.lanes import Lanes, PairLane, PairLanes, step_of_lane
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState, most_size, seed_size
+from dte_dist.engine.chain import SyncStep
+from dte_dist.engine.lanes import Lane, Lanes, P2PLanes, lane_step
+from dte_dist.engine.receiver import Receiver
+from dte_dist.engine.source import Source, dense_frame_bytes, max_frame_bytes
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.pairs import lanes_of, pair_spaces
-from dte_dist.plan.remap import Remap, build_remaps, moves_nothing
-from dte_dist.plan.schedule import Chunk, Parcel, Schedule
+from dte_dist.plan.remap import IndexMap, build_index_maps, is_identity
+from dte_dist.plan.schedule import Chunk, ChunkPlan, FrameSlot
 from dte_dist.plan.space import FlatSpace
 from dte_dist.plan.transfer import ROUTES, Plan, RouteName
 from dte_dist.report import Phases
 from dte_dist.transport.buffers import Frame
-from dte_dist.transport.exchange import Exchange, Sized
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.exchange import PairwiseExchange, Sized
+from dte_dist.transport.relay import BucketedBroadcast
 
-__all__ = ["AUTO", "Chosen", "Load", "P2PRoute", "RelayRoute", "Route", "RouteOption", "Routes", "Sizes"]
+__all__ = ["AUTO", "BroadcastRoute", "Chosen", "Load", "P2PRoute", "Route", "RouteOption", "Routes", "Sizes"]
 
 RouteOption = RouteName | Literal["auto"]
 AUTO: Final = "auto"
@@ -82,27 +82,27 @@ class Route(ABC):
         name: as a caller says it.
         chunks: by source, (lane, chunk) of every frame in order; the same on all ranks.
         lanes: on a source, what it sends.
-        remaps: on a receiver, by width and source, tables from the space of the frames to its own.
+        index maps: on a receiver, by width and source, tables from the space of the frames to its own.
     """
 
     name: RouteName
     chunks: Mapping[int, Sequence[tuple[int, Chunk]]]
     lanes: Lanes | None
-    remaps: Mapping[int, Mapping[int, Sequence[Remap]]]
+    index_maps: Mapping[int, Mapping[int, Sequence[IndexMap]]]
 
     @property
-    def room(self) -> int:
+    def max_frames(self) -> int:
         """Most frames of any source."""
         return max(map(len, self.chunks.values()), default=0)
 
     def seed_sizes(self) -> dict[int, list[int]]:
         """Return, by source, the bytes of every frame of a seed."""
-        return {source: [seed_size(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
+        return {source: [dense_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
 
     @cached_property
-    def most(self) -> dict[int, list[int]]:
+    def max_bytes(self) -> dict[int, list[int]]:
         """By source, the most bytes that each of its frames can have."""
-        return {source: [most_size(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
+        return {source: [max_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
 
     @abstractmethod
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
@@ -113,12 +113,12 @@ class Route(ABC):
         return 0
 
     @abstractmethod
-    def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
+    def take(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
         """Take all frames of a source, in order; what is not for this rank's receiver is left out. They must stay as they are."""
 
     @abstractmethod
     def move(
-        self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
+        self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
     ) -> Exception | None:
         """Move all frames that make `step`; sources, the root and targets must call.
 
@@ -134,7 +134,7 @@ class Route(ABC):
         """
 
 
-class RelayRoute(Route):
+class BroadcastRoute(Route):
     """Over the root.
 
     Args:
@@ -148,13 +148,13 @@ class RelayRoute(Route):
     name = "broadcast"
 
     def __init__(
-        self, model: ModelMap, schedule: Schedule, source: SourceState | None, receiver: ReceiverState | None, *, relay: Relay, root: int
+        self, model: ModelMap, schedule: ChunkPlan, source: Source | None, receiver: Receiver | None, *, relay: BucketedBroadcast, root: int
     ) -> None:
         self.chunks = {each: [(0, chunk) for chunk in schedule.chunks(each)] for each in model.source_spaces}
         self.lanes = source.relay if source is not None else None
-        self.remaps = receiver.remaps if receiver is not None else {}
+        self.index_maps = receiver.index_maps if receiver is not None else {}
         self._receiver, self._relay, self._root = receiver, relay, root
-        relay.reserve(self.most, receiver=receiver is not None)
+        relay.reserve(self.max_bytes, receiver=receiver is not None)
 
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
         load = Load()
@@ -170,22 +170,22 @@ class RelayRoute(Route):
     def gathered(self, sizes: Sizes) -> int:
         return sum(sum(row) for source, row in sizes.items() if source != self._root)
 
-    def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
+    def take(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
         for number, frame in enumerate(frames):
             self._take(step, source, number, frame)
 
     def move(
-        self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
+        self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
     ) -> Exception | None:
-        def take(parcel: Parcel, frame: Tensor) -> None:
+        def take(parcel: FrameSlot, frame: Tensor) -> None:
             self._take(step, parcel.source, parcel.chunk, frame)
 
         return self._relay.move(sizes, frames, targets, take, phases, keep=not step.is_seed)
 
-    def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
+    def _take(self, step: SyncStep, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):
             chunks = self.chunks[source]
-            self._receiver.take(frame, step.head(source, len(chunks), chunks[number][1]))
+            self._receiver.take(frame, step.frame_head(source, len(chunks), chunks[number][1]))
 
 
 class P2PRoute(Route):
@@ -200,7 +200,7 @@ class P2PRoute(Route):
 
     name = "p2p"
 
-    def __init__(self, model: ModelMap, rank: int, bucket_bytes: int, receiver: ReceiverState | None, exchange: Exchange) -> None:
+    def __init__(self, model: ModelMap, rank: int, bucket_bytes: int, receiver: Receiver | None, exchange: PairwiseExchange) -> None:
         self._lane = lanes_of(model.receiver_spaces)
         kinds = {lane: model.receiver_spaces[target] for target, lane in reversed(self._lane.items())}
         self._rank, self._receiver, self._exchange = rank, receiver, exchange
@@ -208,32 +208,32 @@ class P2PRoute(Route):
         for source, spaces in model.source_spaces.items():
             pairs[source] = {lane: pair_spaces(spaces, kind) for lane, kind in sorted(kinds.items())}
             totals = {lane: {width: space.numel for width, space in pair.items()} for lane, pair in pairs[source].items()}
-            schedule = Schedule(totals, bucket_bytes)
+            schedule = ChunkPlan(totals, bucket_bytes)
             self.chunks[source] = [(lane, chunk) for lane in totals for chunk in schedule.chunks(lane)]
         own = model.source_spaces.get(rank)
         self.lanes = None
         if own is not None:
-            self.lanes = PairLanes(rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()})
-        self.remaps = self._remaps_of(model.receiver_spaces.get(rank, {}), pairs)
-        exchange.reserve(self.most, receiver=receiver is not None)
+            self.lanes = P2PLanes(rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()})
+        self.index_maps = self._remaps_of(model.receiver_spaces.get(rank, {}), pairs)
+        exchange.reserve(self.max_bytes, receiver=receiver is not None)
 
     def _remaps_of(
         self, own: Mapping[int, FlatSpace], pairs: Mapping[int, Mapping[int, Mapping[int, FlatSpace]]]
-    ) -> dict[int, dict[int, Sequence[Remap]]]:
+    ) -> dict[int, dict[int, Sequence[IndexMap]]]:
         if self._rank not in self._lane:
             return {}
         mine = {source: lanes[self._lane[self._rank]] for source, lanes in pairs.items()}
         return {
-            width: {source: build_remaps(pair[width], space) for source, pair in mine.items() if width in pair}
+            width: {source: build_index_maps(pair[width], space) for source, pair in mine.items() if width in pair}
             for width, space in own.items()
         }
 
-    def _pair_lane(self, own: Mapping[int, FlatSpace], lane: int, pair: Mapping[int, FlatSpace]) -> PairLane:
+    def _pair_lane(self, own: Mapping[int, FlatSpace], lane: int, pair: Mapping[int, FlatSpace]) -> Lane:
         chunks = [chunk for number, chunk in self.chunks[self._rank] if number == lane]
-        into = {width: build_remaps(own[width], space) for width, space in pair.items()}
-        back = {width: build_remaps(space, own[width]) for width, space in pair.items()}
-        is_own = own.keys() == pair.keys() and all(moves_nothing(into[width], space.numel) for width, space in own.items())
-        return PairLane(chunks, into, back, is_own)
+        into = {width: build_index_maps(own[width], space) for width, space in pair.items()}
+        back = {width: build_index_maps(space, own[width]) for width, space in pair.items()}
+        is_own = own.keys() == pair.keys() and all(is_identity(into[width], space.numel) for width, space in own.items())
+        return Lane(chunks, into, back, is_own)
 
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
         load = Load()
@@ -252,12 +252,12 @@ class P2PRoute(Route):
         """By source, (lane, chunk) of each frame that is for this rank, in order."""
         return {source: self._of(source, self._rank, chunks) for source, chunks in self.chunks.items()}
 
-    def take(self, step: Step, source: int, frames: Sequence[Tensor]) -> None:
+    def take(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
         for number, frame in enumerate(self._of(source, self._rank, frames)):
             self._take(step, source, number, frame)
 
     def move(
-        self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
+        self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
     ) -> Exception | None:
         outgoing: dict[int, list[Sized]] = {}
         incoming: dict[int, list[int]] = {}
@@ -272,10 +272,10 @@ class P2PRoute(Route):
 
         return self._exchange.move(outgoing, incoming, targets, take, phases, keep=not step.is_seed)
 
-    def _take(self, step: Step, source: int, number: int, frame: Tensor) -> None:
+    def _take(self, step: SyncStep, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):
             chunks = self._mine[source]
-            self._receiver.take(frame, step_of_lane(step, chunks[number][0]).head(source, len(chunks), chunks[number][1]))
+            self._receiver.take(frame, lane_step(step, chunks[number][0]).frame_head(source, len(chunks), chunks[number][1]))
 
 
 class Routes(Mapping[RouteName, Route]):

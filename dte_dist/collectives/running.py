@@ -12,7 +12,7 @@ import torch
 
 from dte_dist.layout import Layout
 
-__all__ = ["finish", "join", "note"]
+__all__ = ["register", "wait_all", "wait_for"]
 
 _LOOK: float = 0.5
 """Seconds after which it is looked at whether the thread of a sync lives at all."""
@@ -37,13 +37,13 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def note(work: Background, *modules: Any) -> None:
+def register(work: Background, *modules: Any) -> None:
     """Remember a sync that uses these modules, before its thread starts; what is no module is left out."""
     for module in _models(modules):
         _running[module] = work
 
 
-def join(*modules: Any) -> None:
+def wait_for(*modules: Any) -> None:
     """Wait for the syncs in the background that use these modules; how they went is for whoever waits on their work."""
     for module in _models(modules):
         if (work := _running.get(module)) is not None:
@@ -52,7 +52,7 @@ def join(*modules: Any) -> None:
             _running.pop(module, None)
 
 
-def finish(seconds: float) -> bool:
+def wait_all(seconds: float) -> bool:
     """Wait so long for all syncs in the background; return whether they have ended."""
     deadline = time.monotonic() + seconds
     return all(work.ended(max(0.0, deadline - time.monotonic())) for work in list(_running.values()))

@@ -18,12 +18,12 @@ from functools import cache
 
 import torch
 
-__all__ = ["Streams", "aside", "hold_back", "on", "settle"]
+__all__ = ["Streams", "fork_streams", "join_caller", "synchronize", "use_streams"]
 
 Streams = Sequence[torch.cuda.Stream]
 
 
-def aside(devices: Iterable[torch.device]) -> Streams:
+def fork_streams(devices: Iterable[torch.device]) -> Streams:
     """Return a stream for each GPU, which continues from where the caller's stream is now; none for the CPU."""
     streams = [_stream(device) for device in devices if device.type == "cuda"]
     for stream in streams:
@@ -32,7 +32,7 @@ def aside(devices: Iterable[torch.device]) -> Streams:
 
 
 @contextmanager
-def on(streams: Streams) -> Iterator[None]:
+def use_streams(streams: Streams) -> Iterator[None]:
     """Queue on these streams, each for its device."""
     with ExitStack() as stack:
         for stream in streams:
@@ -40,13 +40,13 @@ def on(streams: Streams) -> Iterator[None]:
         yield
 
 
-def hold_back(streams: Streams) -> None:
+def join_caller(streams: Streams) -> None:
     """Let what the caller queues from now on come after what these streams have queued."""
     for stream in streams:
         torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-def settle(streams: Streams) -> None:
+def synchronize(streams: Streams) -> None:
     """Wait until all that is queued has been done."""
     for stream in streams:
         stream.synchronize()

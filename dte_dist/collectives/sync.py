@@ -29,32 +29,32 @@ import numpy as np
 from torch import Tensor
 
 from dte_dist.collectives.agreement import Agreement
-from dte_dist.collectives.letters import Letters
+from dte_dist.collectives.letters import InlineFrames
 from dte_dist.collectives.routes import Chosen, Load, Route, Routes, Sizes
 from dte_dist.collectives.verification import Verifier
 from dte_dist.engine.bounds import check_rows
-from dte_dist.engine.chain import NONE, Step
-from dte_dist.engine.control import CALLS, ControlRow, Decision, decide, held
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState
+from dte_dist.engine.chain import NONE, SyncStep
+from dte_dist.engine.control import CALLS, ControlRow, Decision, common_version, decide
+from dte_dist.engine.receiver import Receiver
+from dte_dist.engine.source import Source
 from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch
 from dte_dist.plan.transfer import ROUTES
 from dte_dist.report import Phases, SyncReport, VerifyReport
 from dte_dist.transport.buffers import Frame, explain_memory
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.groups import Communicator
 from dte_dist.transport.speed import LinkSpeed
-from dte_dist.transport.together import agreed, error_of, or_error, raise_if_any, raise_together
+from dte_dist.transport.together import agreed, capture, capture_error, raise_if_any, raise_together
 
-__all__ = ["INLINE", "Parts", "Prepared", "Sync"]
+__all__ = ["ROW_SIZES", "ChannelState", "PreparedSync", "Sync"]
 
 _log = logging.getLogger(__name__)
 
-INLINE: Final = 128
+ROW_SIZES: Final = 128
 """Sizes of frames that a control row has room for; more take a row of their own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class ChannelState:
     """What a channel is made of on this rank.
 
     Attributes:
@@ -62,25 +62,25 @@ class Parts:
         control: the channel's own group for rows.
         routes: by name, the ways that frames can take.
         source, receiver: what this rank is; may be both.
-        letters: the room for small deltas in control rows.
+        inline frames: the room for small deltas in control rows.
         speed: of the links.
         verifier: compares digests.
         verify_interval: after so many versions; None for never.
     """
 
     agreement: Agreement
-    control: Wire
+    control: Communicator
     routes: Routes
-    source: SourceState | None
-    receiver: ReceiverState | None
-    letters: Letters
+    source: Source | None
+    receiver: Receiver | None
+    inline: InlineFrames
     speed: LinkSpeed
     verifier: Verifier
     verify_interval: int | None = None
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedSync:
     """A sync after phase 1.
 
     Attributes:
@@ -111,13 +111,13 @@ class Sync:
         begun: True once all ranks have met in the control round.
     """
 
-    def __init__(self, parts: Parts, prepared: Prepared) -> None:
+    def __init__(self, parts: ChannelState, prepared: PreparedSync) -> None:
         self._parts, self._prepared = parts, prepared
         self._source, self._receiver = parts.source, parts.receiver
         self._phases = prepared.phases
         self._load, self._gathered = Load(), 0
         self._received: dict[int, Tensor] = {}
-        self._unkept: Exception | None = None
+        self._memory_error: Exception | None = None
         self.begun = False
 
     @property
@@ -129,7 +129,7 @@ class Sync:
         """Run the phases; all ranks of the group must call.
 
         Raises:
-            Agreed: with the error that every rank raises.
+            AgreedError: with the error that every rank raises.
             PeerLost: a peer died or did not answer.
         """
         rows, sizes = self._exchange()
@@ -141,7 +141,7 @@ class Sync:
         if decision.followers:
             error = self._apply(decision)
         elif self._source is not None:
-            error = error_of(self._source.detach)
+            error = capture_error(self._source.detach)
         if decision.seeded:
             self._stream_seed(decision)
         self._acknowledge(decision, error)
@@ -151,12 +151,12 @@ class Sync:
         """Compare what receivers hold with what sources believe; all ranks of the group must call.
 
         Raises:
-            Agreed: with the error that every rank raises.
+            AgreedError: with the error that every rank raises.
             PeerLost: a peer died or did not answer.
         """
         rows, _ = self._exchange()
         self._parts.control.watch.is_ending = True
-        return self._parts.verifier.verify(*held(rows), live=True)
+        return self._parts.verifier.verify(*common_version(rows), live=True)
 
     def _verify_if_due(self, decision: Decision) -> VerifyReport | None:
         """Phase 8."""
@@ -174,61 +174,61 @@ class Sync:
         """Phase 2: return the rows of all ranks, and the sizes of the frames of all sources."""
         prepared = self._prepared
         mine = [len(frame) for frame in self._source.frames()] if self._source is not None and prepared.error is None else []
-        table = self._swap(prepared.row.pack(mine if len(mine) <= INLINE else [], INLINE))
+        table = self._swap(prepared.row.pack(mine if len(mine) <= ROW_SIZES else [], ROW_SIZES))
         self.begun = True
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
         if any(row.failed for row in rows):
             raise_together(self._parts.control, explain_memory(prepared.error))
         agreed(lambda: check_rows(table, self._parts.agreement.sources, self._parts.agreement.receivers))
         agreed(lambda: _check_calls(rows))
-        if self._route.room > INLINE:
-            sizes = self._rows(np.array([*mine, *[0] * (self._route.room - len(mine))], np.int64))
+        if self._route.max_frames > ROW_SIZES:
+            sizes = self._rows(np.array([*mine, *[0] * (self._route.max_frames - len(mine))], np.int64))
         agreed(lambda: self._check_sizes(sizes))
-        found = {source: sizes[source, : len(most)].tolist() for source, most in self._route.most.items()}
+        found = {source: sizes[source, : len(most)].tolist() for source, most in self._route.max_bytes.items()}
         if mine and found[self._parts.control.rank] != mine:  # to send them would end those who receive
             what, said = "frames have other sizes than this rank said", found[self._parts.control.rank]
-            fix = "report this as a bug of dte_dist"
-            raise FrameError(what, expected=f"{sum(said)} bytes", got=f"{sum(mine)} bytes", fix=fix)
+            hint = "report this as a bug of dte_dist"
+            raise FrameError(what, expected=f"{sum(said)} bytes", got=f"{sum(mine)} bytes", hint=hint)
         return rows, found
 
     def _swap(self, row: np.ndarray) -> np.ndarray:
-        """Exchange control rows, those of sources with their letters; return the rows."""
-        letters, wire = self._parts.letters, self._parts.control
-        rooms = {rank: letters.room if rank in self._parts.agreement.sources else 0 for rank in wire.members}
+        """Exchange control rows, those of sources with their inline frames; return the rows."""
+        inline, wire = self._parts.inline, self._parts.control
+        rooms = {rank: inline.capacity if rank in self._parts.agreement.sources else 0 for rank in wire.members}
         frames = self._source.frames() if self._source is not None and self._prepared.error is None else []
         with self._phases("wait"):
-            table, self._received = wire.rows_with_letters(row, rooms, partial(letters.write, frames))
+            table, self._received = wire.all_gather_rows_inline(row, rooms, partial(inline.write, frames))
         return table
 
     def _check_sizes(self, sizes: np.ndarray) -> None:
         """Refuse sizes that no frame can have, before anyone makes room for them."""
         most = np.zeros_like(sizes)
-        for source, largest in self._route.most.items():
+        for source, largest in self._route.max_bytes.items():
             most[source, : len(largest)] = largest
         wrong = np.argwhere((sizes < 0) | (sizes > most) | (sizes % 8 != 0))
         if len(wrong):
             rank, chunk = wrong[0].tolist()
             raise FrameError(
                 "a frame cannot have this size", ranks=[rank], expected=f"a multiple of 8 up to {most[rank, chunk]}",
-                got=int(sizes[rank, chunk]), fix="sync again; if it stays, the ranks run different versions of dte_dist",
+                got=int(sizes[rank, chunk]), hint="sync again; if it stays, the ranks run different versions of dte_dist",
             )  # fmt: skip
 
     def _stream_delta(self, decision: Decision, sizes: Sizes) -> None:
         """Phase 3."""
-        letters, step = self._parts.letters, self._step(decision, seed=False)
+        inline, step = self._parts.inline, self._step(decision, seed=False)
         frames = self._source.frames() if self._source is not None else []
-        if letters.hold(sizes):
-            self._load = self._load_of_letters(sizes)
+        if inline.holds(sizes):
+            self._load = self._inline_load(sizes)
             if self._is_in(decision.followers):
                 with self._phases("decode"):
                     for source, row in sizes.items():
-                        self._route.take(step, source, letters.read(self._received[source], row))
+                        self._route.take(step, source, inline.read(self._received[source], row))
         else:
             self._gathered = self._route.gathered(sizes)
             self._load = self._move(step, frames, sizes, decision.followers)
-        letters.learn(sizes)
+        inline.adapt(sizes)
 
-    def _load_of_letters(self, sizes: Sizes) -> Load:
+    def _inline_load(self, sizes: Sizes) -> Load:
         load = Load()
         for source, row in sizes.items():
             load.frames += sum(size > 0 for size in row)
@@ -238,15 +238,15 @@ class Sync:
 
     def _vote(self, decision: Decision) -> Decision:
         """Phase 4; return what is left to do."""
-        error = self._unkept
+        error = self._memory_error
         written: bool | None = False
         if self._receiver is not None:
             error = error or self._receiver.error
             if error is None and self._is_in(decision.followers):
-                written, error = or_error(self._receiver.is_written)
+                written, error = capture(self._receiver.is_written)
         came = self._load.received[self._parts.control.rank]
         votes = self._raise_if_any(explain_memory(error, came), int(bool(written)))
-        return decision.without([self._parts.control.members[place] for place in np.flatnonzero(votes).tolist()])
+        return decision.seed_written([self._parts.control.members[place] for place in np.flatnonzero(votes).tolist()])
 
     def _apply(self, decision: Decision) -> Exception | None:
         """Phase 5; return what went wrong while writing."""
@@ -254,13 +254,13 @@ class Sync:
         receiver, source = self._receiver, self._source
         if receiver is not None and self._is_in(decision.followers):
             with self._phases("apply"):
-                error = error_of(receiver.apply)
+                error = capture_error(receiver.apply)
                 if error is None:
-                    receiver.commit(decision.version, decision.onward)
+                    receiver.commit(decision.version, decision.next_lineage)
         if source is not None:
             with self._phases("commit"):
                 follow = not decision.seeded
-                error = error_of(lambda: source.commit(decision.version, decision.onward, full=False, all_follow=follow)) or error
+                error = capture_error(lambda: source.commit(decision.version, decision.next_lineage, full=False, all_follow=follow)) or error
         return error
 
     def _stream_seed(self, decision: Decision) -> None:
@@ -271,39 +271,39 @@ class Sync:
         if decision.is_full:
             self._load, self._gathered = load, self._route.gathered(sizes)
 
-    def _move(self, step: Step, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int]) -> Load:
+    def _move(self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int]) -> Load:
         """Move frames on the route; return what it cost each rank, and learn how fast it went."""
         load, rank = self._route.load(sizes, targets), self._parts.control.rank
         begin, coding = time.perf_counter(), self._phases.coding()
-        self._unkept = self._route.move(step, frames, sizes, targets, self._phases)
+        self._memory_error = self._route.move(step, frames, sizes, targets, self._phases)
         seconds = time.perf_counter() - begin - (self._phases.coding() - coding)
-        self._parts.speed.learn(max(load.sent[rank], load.received[rank]), seconds)
+        self._parts.speed.measure(max(load.sent[rank], load.received[rank]), seconds)
         return load
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
         """Phase 7."""
         seeded = self._receiver if self._is_in(decision.seeded) else None
-        error = error or self._unkept
+        error = error or self._memory_error
         for part in (self._source, seeded):
             error = error or (part.error if part is not None else None)
         if seeded is not None and error is None:
-            error = error_of(seeded.check_own)
+            error = capture_error(seeded.check_own)
         speed, self._parts.control.watch.is_ending = self._parts.speed, True
         error = _as_apply_failed(explain_memory(error, self._load.received[self._parts.control.rank]))
-        speed.hear(int(self._raise_if_any(error, int(speed.bytes_per_second or 0)).max()))
+        speed.merge(int(self._raise_if_any(error, int(speed.bytes_per_second or 0)).max()))
         with self._phases("commit"):
             if seeded is not None:
-                seeded.commit(decision.version, decision.onward, full=True)
+                seeded.commit(decision.version, decision.next_lineage, full=True)
             if self._source is not None and decision.is_full:
-                self._source.commit(decision.version, decision.onward, full=True)
+                self._source.commit(decision.version, decision.next_lineage, full=True)
 
-    def _step(self, decision: Decision, *, seed: bool) -> Step:
-        base, stream = (NONE, decision.onward) if seed else (decision.base, decision.stream)
-        return Step(self._parts.agreement.schema, stream, base, decision.version)
+    def _step(self, decision: Decision, *, seed: bool) -> SyncStep:
+        base, lineage = (NONE, decision.next_lineage) if seed else (decision.base, decision.lineage)
+        return SyncStep(self._parts.agreement.schema, lineage, base, decision.version)
 
     def _rows(self, row: np.ndarray) -> np.ndarray:
         with self._phases("wait"):
-            return self._parts.control.rows(row)
+            return self._parts.control.all_gather_rows(row)
 
     def _raise_if_any(self, error: Exception | None, said: int) -> np.ndarray:
         """Raise the same error on every rank if any rank has one; return the number that each rank says, int64[ranks]."""
@@ -331,21 +331,21 @@ class Sync:
 
 def _check_calls(rows: Sequence[ControlRow]) -> None:
     """Refuse to go on where ranks called different things."""
-    for asked, names, fix in (
+    for asked, names, hint in (
         ({row.call: rank for rank, row in enumerate(rows)}, CALLS, "make the same calls in the same order on every rank"),
         ({row.route: rank for rank, row in enumerate(rows)}, ROUTES, "call the same collective, with the same route=, on every rank"),
     ):
         if len(asked) > 1:
             said = ", ".join(f"{names[number]} on rank {rank}" for number, rank in sorted(asked.items()))
             what = "ranks ask for different routes" if names is ROUTES else "ranks make different calls"
-            raise LayoutMismatch(what, ranks=sorted(asked.values()), got=said, fix=fix)
+            raise LayoutMismatch(what, ranks=sorted(asked.values()), got=said, hint=hint)
 
 
 def _as_apply_failed(error: Exception | None) -> Exception | None:
     """Say of an error after the vote what it means."""
     if error is None:
         return None
-    fix = "sync again: a rank that failed is seeded, the others go on with deltas"
-    failed = ApplyFailed(f"a rank failed after the vote, while writing: {type(error).__name__}: {error}", fix=fix)
+    hint = "sync again: a rank that failed is seeded, the others go on with deltas"
+    failed = ApplyFailed(f"a rank failed after the vote, while writing: {type(error).__name__}: {error}", hint=hint)
     failed.__cause__ = error
     return failed

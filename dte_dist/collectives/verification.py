@@ -24,15 +24,15 @@ from dte_dist.change.digest import Space, digests
 from dte_dist.change.flat import FlatTensors
 from dte_dist.engine.chain import NONE
 from dte_dist.engine.control import DIFFERENT
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState
+from dte_dist.engine.receiver import Receiver
+from dte_dist.engine.source import Source
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.pairs import lanes_of
-from dte_dist.plan.remap import build_remaps
+from dte_dist.plan.remap import build_index_maps
 from dte_dist.plan.space import FlatSpace
 from dte_dist.report import VerifyReport
-from dte_dist.transport.groups import Wire
-from dte_dist.transport.together import or_error, raise_if_any
+from dte_dist.transport.groups import Communicator
+from dte_dist.transport.together import capture, raise_if_any
 
 __all__ = ["Verifier"]
 
@@ -49,7 +49,7 @@ class Verifier:
         source, receiver: what this rank is.
     """
 
-    def __init__(self, model: ModelMap, control: Wire, source: SourceState | None, receiver: ReceiverState | None) -> None:
+    def __init__(self, model: ModelMap, control: Communicator, source: Source | None, receiver: Receiver | None) -> None:
         self._model, self._control, self._source, self._receiver = model, control, source, receiver
         self._lane = lanes_of(model.receiver_spaces)
         self._kinds = {lane: model.receiver_spaces[rank] for rank, lane in reversed(self._lane.items())}
@@ -65,15 +65,15 @@ class Verifier:
             live: sources look at their live tensors, too; these may move while a background sync runs.
 
         Raises:
-            Agreed: with the error of a rank that could not digest its tensors.
+            AgreedError: with the error of a rank that could not digest its tensors.
             PeerLost: a rank did not answer.
         """
         begin = time.perf_counter()
-        row, error = or_error(lambda: self._row(live)) if version != NONE else (None, None)
+        row, error = capture(lambda: self._row(live)) if version != NONE else (None, None)
         table = raise_if_any(self._control, error, np.zeros(self._columns(), np.int64) if row is None else row)
         different = {rank: names for rank in ranks if (names := self._different(table, rank))}
         if self._receiver is not None and self._control.rank in different:
-            self._receiver.chain.distrust(DIFFERENT)
+            self._receiver.state.invalidate(DIFFERENT)
         names = [name for found in different.values() for name in found]
         return VerifyReport(
             version=None if version == NONE else version, tensors=len(self._model.slots), different=len(set(names)),
@@ -111,7 +111,7 @@ class Verifier:
                 first += len(flat.tensors)
         return row
 
-    def _of_source(self, source: SourceState, live: bool) -> tuple[int, list[np.ndarray]]:
+    def _of_source(self, source: Source, live: bool) -> tuple[int, list[np.ndarray]]:
         """Return how many shards have moved, and by lane the digests of what its receivers are to hold."""
         found = {lane: np.zeros(len(slots), np.int64) for lane, slots in self._slots.items()}
         known = source.known()
@@ -135,12 +135,12 @@ class Verifier:
             first += len(space.pieces)
         return slice(first, first)
 
-    def _tables(self, source: SourceState) -> Mapping[int, Mapping[int, Space]]:
+    def _tables(self, source: Source) -> Mapping[int, Mapping[int, Space]]:
         """Return, by width and lane, the space of what a source and a kind of receiver have in common; made once."""
         if self._spaces is None:
             self._spaces = {
                 width: {
-                    lane: (build_remaps(space, kind[width]), kind[width].starts)
+                    lane: (build_index_maps(space, kind[width]), kind[width].starts)
                     for lane, kind in sorted(self._kinds.items()) if width in kind
                 }
                 for width, space in source.spaces.items()

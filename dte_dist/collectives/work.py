@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dte_dist.collectives.streams import Streams, on, settle
+from dte_dist.collectives.streams import Streams, synchronize, use_streams
 from dte_dist.report import SyncReport
 
 __all__ = ["THREAD_NAME", "DeltaWork"]
@@ -66,11 +66,11 @@ class DeltaWork(dist.Work):
 
     def _run(self, run: Callable[[], SyncReport], streams: Streams) -> None:
         try:
-            with torch.no_grad(), on(streams):
+            with torch.no_grad(), use_streams(streams):
                 try:
                     self._report = run()
                 finally:
-                    settle(streams)
+                    synchronize(streams)
         except BaseException as error:  # wait() raises it in the caller's thread
             self._error = error
         finally:

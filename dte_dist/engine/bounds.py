@@ -21,9 +21,9 @@ __all__ = ["check_rows"]
 
 _FLAG, _VERSION, _NUMBER = (0, 1), (NONE, (1 << 62) - 1), (0, 1 << 62)
 _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
-    "failed": _FLAG, "is_source": _FLAG, "is_receiver": _FLAG, "broken_off": _FLAG, "full": _FLAG,
-    "source_version": _VERSION, "receiver_version": _VERSION, "newest": _VERSION, "wanted": _VERSION,
-    "source_stream": _NUMBER, "receiver_stream": _NUMBER, "proposal": _NUMBER, "changed": _NUMBER,
+    "failed": _FLAG, "is_source": _FLAG, "is_receiver": _FLAG, "aborted": _FLAG, "full": _FLAG,
+    "source_version": _VERSION, "receiver_version": _VERSION, "newest": _VERSION, "requested_version": _VERSION,
+    "source_lineage": _NUMBER, "receiver_lineage": _NUMBER, "proposed_lineage": _NUMBER, "changed": _NUMBER,
     "reason": (0, len(REASONS) - 1), "seed_reason": (0, len(SEED_REASONS) - 1),
     "route": (0, len(ROUTES) - 1), "call": (0, len(CALLS) - 1),
 }  # fmt: skip
@@ -57,7 +57,7 @@ def check_rows(table: np.ndarray, sources: Sequence[int], receivers: Sequence[in
             ranks=[rank],
             expected=least if least == most else f"{least} to {most}",
             got=int(said[rank, column]),
-            fix="call again; if it stays, the ranks run different versions of dte_dist",
+            hint="call again; if it stays, the ranks run different versions of dte_dist",
         )
 
 

@@ -17,8 +17,20 @@ from dte_dist.engine.chain import NONE
 from dte_dist.errors import VersionError, VersionReplay
 
 __all__ = [
-    "ASKED", "CALLS", "DIFFERENT", "INVALIDATED", "OTHER_CHANNEL", "REASONS", "SEED_REASONS", "SYNC", "VERIFY", "WRITTEN", "ControlRow",
-    "Decision", "decide", "held",
+    "ASKED",
+    "CALLS",
+    "DIFFERENT",
+    "INVALIDATED",
+    "OTHER_CHANNEL",
+    "REASONS",
+    "SEED_REASONS",
+    "SYNC",
+    "VERIFY",
+    "WRITTEN",
+    "ControlRow",
+    "Decision",
+    "common_version",
+    "decide",
 ]  # fmt: skip
 
 
@@ -30,16 +42,16 @@ class ControlRow:
         failed: 1 if an error is waiting to be told.
         is_source, is_receiver: roles.
         source_version: version of the snapshot, or NONE if there is none yet.
-        source_stream: lineage of the snapshot; a random number that its first seed was given.
+        source_lineage: lineage of the snapshot; a random number that its first seed was given.
         receiver_version: version of the live copy, or NONE: never seeded, or dirty.
-        receiver_stream: lineage that the copy follows.
+        receiver_lineage: lineage that the copy follows.
         newest: highest version this rank ever held, dirty since or not.
-        broken_off: 1 on a source whose last sync broke off, see `Chain`.
+        aborted: 1 on a source whose last sync broke off, see `VersionState`.
         seed_reason: why a receiver gave up its version, a number of `SEED_REASONS`; 0 if there is nothing to say.
-        wanted: version that the caller asked for, or NONE.
+        requested_version: version that the caller asked for, or NONE.
         full: 1 if the source has prepared a full sync.
         reason: why it is full, a number of `REASONS`.
-        proposal: lineage to start if one is needed; that of the root is taken.
+        proposed_lineage: lineage to start if one is needed; that of the root is taken.
         changed: elements that the source found changed.
         route: number of the route that the caller asked for.
         call: number of what was called, `SYNC` or `VERIFY`.
@@ -49,16 +61,16 @@ class ControlRow:
     is_source: int = 0
     is_receiver: int = 0
     source_version: int = NONE
-    source_stream: int = 0
+    source_lineage: int = 0
     receiver_version: int = NONE
-    receiver_stream: int = 0
+    receiver_lineage: int = 0
     newest: int = NONE
-    broken_off: int = 0
+    aborted: int = 0
     seed_reason: int = 0
-    wanted: int = NONE
+    requested_version: int = NONE
     full: int = 0
     reason: int = 0
-    proposal: int = 0
+    proposed_lineage: int = 0
     changed: int = 0
     route: int = 0
     call: int = 0
@@ -94,11 +106,11 @@ SEED_REASONS: Final = (
 """Why a receiver gave up its version."""
 
 
-def held(rows: Sequence[ControlRow]) -> tuple[int, tuple[int, ...]]:
+def common_version(rows: Sequence[ControlRow]) -> tuple[int, tuple[int, ...]]:
     """Return the version that all sources hold, NONE if there is none, and the group ranks of the receivers that hold it too."""
-    states = {(row.source_version, row.source_stream) for row in rows if row.is_source}
-    version, stream = states.pop() if len(states) == 1 else (NONE, 0)
-    return version, tuple(rank for rank, row in enumerate(rows) if row.is_receiver and _follows(row, version, stream))
+    states = {(row.source_version, row.source_lineage) for row in rows if row.is_source}
+    version, lineage = states.pop() if len(states) == 1 else (NONE, 0)
+    return version, tuple(rank for rank, row in enumerate(rows) if row.is_receiver and _follows(row, version, lineage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +120,8 @@ class Decision:
     Attributes:
         version: the version that it makes.
         base: the version that the delta starts from, or NONE.
-        stream: lineage that the delta continues.
-        onward: lineage from now on: the same, or a new one.
+        lineage: lineage that the delta continues.
+        next_lineage: lineage from now on: the same, or a new one.
         followers: group ranks of the receivers that get the delta.
         seeded: group ranks of the receivers that get everything.
         reason: for the report.
@@ -117,13 +129,13 @@ class Decision:
 
     version: int
     base: int
-    stream: int
-    onward: int
+    lineage: int
+    next_lineage: int
     followers: tuple[int, ...]
     seeded: tuple[int, ...]
     reason: str
 
-    def without(self, written: Sequence[int]) -> Decision:
+    def seed_written(self, written: Sequence[int]) -> Decision:
         """Return what all do if somebody wrote to the copies of some followers meanwhile: these are seeded in this sync."""
         gone = [rank for rank in self.followers if rank in written]
         if not gone:
@@ -150,42 +162,42 @@ def decide(rows: Sequence[ControlRow], root: int) -> Decision:
     receivers = [rank for rank, row in enumerate(rows) if row.is_receiver]
     # A source that was asked for mode="full" has given up its version on purpose: the others say which one they hold.
     asked = REASONS.index("mode")
-    states = {(rows[rank].source_version, rows[rank].source_stream) for rank in sources if rows[rank].reason != asked} or {(NONE, 0)}
+    states = {(rows[rank].source_version, rows[rank].source_lineage) for rank in sources if rows[rank].reason != asked} or {(NONE, 0)}
     full = len(states) > 1 or any(rows[rank].full for rank in sources)
-    base, stream = (NONE, 0) if len(states) > 1 else next(iter(states))
-    followers = () if full else tuple(r for r in receivers if _follows(rows[r], base, stream))
+    base, lineage = (NONE, 0) if len(states) > 1 else next(iter(states))
+    followers = () if full else tuple(r for r in receivers if _follows(rows[r], base, lineage))
     seeded = tuple(rank for rank in receivers if rank not in followers)
     newest = base if followers else max(max(row.newest, row.source_version, row.receiver_version) for row in rows)
     version = _version(rows, newest)
-    is_new = (not followers and base == NONE) or any(rows[rank].broken_off for rank in sources)
-    onward = rows[root].proposal if is_new else stream
-    reason = "sources hold different versions" if len(states) > 1 else _reason(rows, followers, seeded, base, stream)
-    return Decision(version, base, stream, onward, followers, seeded, reason)
+    is_new = (not followers and base == NONE) or any(rows[rank].aborted for rank in sources)
+    next_lineage = rows[root].proposed_lineage if is_new else lineage
+    reason = "sources hold different versions" if len(states) > 1 else _reason(rows, followers, seeded, base, lineage)
+    return Decision(version, base, lineage, next_lineage, followers, seeded, reason)
 
 
-def _follows(row: ControlRow, base: int, stream: int) -> bool:
-    return base != NONE and not row.seed_reason and row.receiver_version == base and row.receiver_stream == stream
+def _follows(row: ControlRow, base: int, lineage: int) -> bool:
+    return base != NONE and not row.seed_reason and row.receiver_version == base and row.receiver_lineage == lineage
 
 
 def _version(rows: Sequence[ControlRow], newest: int) -> int:
-    sources = {row.wanted: rank for rank, row in enumerate(rows) if row.is_source}
-    wanted = sources | {row.wanted: rank for rank, row in enumerate(rows) if row.wanted != NONE}
+    sources = {row.requested_version: rank for rank, row in enumerate(rows) if row.is_source}
+    wanted = sources | {row.requested_version: rank for rank, row in enumerate(rows) if row.requested_version != NONE}
     if len(sources) > 1 or len(wanted) > 1:
         said = ", ".join(f"{'none' if v == NONE else v} on rank {r}" for v, r in sorted(wanted.items()))
-        fix = "pass the same version= on every source; receivers may leave it out"
-        raise VersionError("version= differs between ranks", ranks=sorted(wanted.values()), got=said, fix=fix)
+        hint = "pass the same version= on every source; receivers may leave it out"
+        raise VersionError("version= differs between ranks", ranks=sorted(wanted.values()), got=said, hint=hint)
     version = next(iter(wanted))
     if version == NONE:
         version = max(newest, 0) + 1
     if version <= newest:
-        fix = f"leave version= out, or pass a version above {newest}"
-        raise VersionReplay("the version is not newer than the one that is held", expected=f"> {newest}", got=version, fix=fix)
+        hint = f"leave version= out, or pass a version above {newest}"
+        raise VersionReplay("the version is not newer than the one that is held", expected=f"> {newest}", got=version, hint=hint)
     if version >= 1 << 62:
-        raise VersionError("the version does not fit", expected="< 2^62", got=version, fix="count versions from 1")
+        raise VersionError("the version does not fit", expected="< 2^62", got=version, hint="count versions from 1")
     return version
 
 
-def _reason(rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequence[int], base: int, stream: int) -> str:
+def _reason(rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequence[int], base: int, lineage: int) -> str:
     """Say why receivers are seeded."""
     if not seeded:
         return ""
@@ -193,15 +205,15 @@ def _reason(rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequen
     if not followers and said:
         known = max(rows[rank].receiver_version for rank in seeded)
         return f"sources restarted, receivers held v{known}" if said == REASONS[1] and known != NONE else said
-    return "; ".join(f"rank {rank} seeded: {_why(rows[rank], base, stream)}" for rank in seeded)
+    return "; ".join(f"rank {rank} seeded: {_why(rows[rank], base, lineage)}" for rank in seeded)
 
 
-def _why(row: ControlRow, base: int, stream: int) -> str:
+def _why(row: ControlRow, base: int, lineage: int) -> str:
     if row.seed_reason:
         return SEED_REASONS[row.seed_reason]
     if row.receiver_version == NONE:
         return "it had no version"
-    if row.receiver_stream != stream:
+    if row.receiver_lineage != lineage:
         return "it followed another run"
     kind = "gap" if row.receiver_version < base else "replay"
     return f"{kind}, it held v{row.receiver_version}, sources v{base}"

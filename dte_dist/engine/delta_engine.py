@@ -213,7 +213,7 @@ class DeltaEngine:
         Raises:
             PeerLost: it did not come in time.
             VersionGap: it starts from a version that the targets do not hold: not yet, or not any more, because somebody else wrote to
-                them since the last pull, or replaced them. A full version of every sender is the way out.
+                them since the last pull, or replaced them. A full version of every sender is the hint.
             VersionReplay: the targets hold it already, or a newer one.
             VersionRestart: it does not continue the run that the targets follow.
             FrameError, LayoutMismatch: it is damaged or does not fit the targets, which are as they were; names the tensor.
@@ -255,7 +255,7 @@ class DeltaEngine:
         payload = self._transport.receive(version, sender=sender, timeout=left)
         if not isinstance(payload, Payload) or (payload.version, payload.sender) != (version, sender):
             got = f"v{payload.version} of rank {payload.sender}" if isinstance(payload, Payload) else type(payload).__name__
-            raise FrameError("the transport returned something else", expected=f"v{version} of rank {sender}", got=got, fix="pull again")
+            raise FrameError("the transport returned something else", expected=f"v{version} of rank {sender}", got=got, hint="pull again")
         return payload
 
     def commit_live_apply(self, staged: Staged, targets: Given) -> None:
@@ -291,7 +291,7 @@ class DeltaEngine:
             for each in landed:
                 each.write()
         except Exception as error:
-            raise ApplyFailed("writing a payload into place broke off", got=f"{type(error).__name__}: {error}", fix=_IN_FULL) from error
+            raise ApplyFailed("writing a payload into place broke off", got=f"{type(error).__name__}: {error}", hint=_IN_FULL) from error
         copy.lineages = {payload.sender: payload.lineage for payload, _ in staged.parts}
         copy.version, copy.slots, copy.marks = staged.version, slots, _marks(tensors)
 
@@ -301,7 +301,7 @@ class DeltaEngine:
         if disturbed:
             self._copy.version = NONE
             what = "somebody else wrote to the targets since the last pull, or replaced them"
-            raise VersionGap(what, slot=min(disturbed), got=f"{len(disturbed)} of {len(tensors)} tensors", fix=_IN_FULL)
+            raise VersionGap(what, tensor=min(disturbed), got=f"{len(disturbed)} of {len(tensors)} tensors", hint=_IN_FULL)
 
 
 def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> dict[str, Tensor]:
@@ -380,12 +380,12 @@ def _check_chain(payload: Payload, copy: _Copy) -> None:
         fault = VersionRestart, "a delta comes from another run, or from before a push that broke off"
     if fault is not None:
         kind, what = fault
-        fix = "make a new engine, or push a full version above the one held"
+        hint = "make a new engine, or push a full version above the one held"
         if kind is VersionReplay:  # of a sender that tells no lineage, a new run looks like an old version
-            fix = "drop it" if payload.lineage else f"drop it; if its sender started anew, {fix}"
+            hint = "drop it" if payload.lineage else f"drop it; if its sender started anew, {hint}"
         got = f"{'full' if payload.full else payload.base_version} -> {payload.version}"
         ranks = [payload.sender] if payload.plan else None
-        raise kind(what, ranks=ranks, expected=f"from {held} on", got=got, fix=_IN_FULL if kind is VersionGap else fix)
+        raise kind(what, ranks=ranks, expected=f"from {held} on", got=got, hint=_IN_FULL if kind is VersionGap else hint)
 
 
 def _differ(one: int, other: int) -> bool:

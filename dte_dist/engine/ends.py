@@ -124,7 +124,7 @@ class WholeEnds:
         """
         if payload.plan:
             what = "the payload is the share of one of several senders"
-            raise LayoutMismatch(what, ranks=[payload.sender], fix="give the engine the plan=, and its rank= in it")
+            raise LayoutMismatch(what, ranks=[payload.sender], hint="give the engine the plan=, and its rank= in it")
         check_changes(changes, targets, full=payload.full)
         return Landed([(change, targets[change.name]) for change in changes])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-__all__ = ["join_alike"]
+__all__ = ["merge_segments"]
 
 _MOST: Final = 1 << 17
 """Changes that are worth a segment of their own: the work on them stays within a core's cache."""
@@ -17,7 +17,7 @@ _MOST: Final = 1 << 17
 _FEW: Final = 256
 """Changes too few for their density to matter."""
 
-_LONGEST: Final = 1 << 26
+_MAX_ELEMENTS: Final = 1 << 26
 """Elements of what is joined."""
 
 
@@ -32,19 +32,19 @@ def is_alike(total: int, parts: int, count: int) -> bool:
     return total + count <= _MOST and (alike or max(total, count) <= _FEW)
 
 
-def join_alike(segments: Iterable[tuple[int, int]], counts: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+def merge_segments(segments: Iterable[tuple[int, int]], counts: Iterable[int]) -> Iterator[tuple[int, int, int]]:
     """Join neighbouring segments, given as (first, length) and how many changes are in each.
 
     Yields:
         (first, length, changes) of what is to be written as one.
 
     Example:
-        >>> list(join_alike([(0, 10), (10, 10), (20, 5)], [300, 400, 5000]))
+        >>> list(merge_segments([(0, 10), (10, 10), (20, 5)], [300, 400, 5000]))
         [(0, 20, 700), (20, 5, 5000)]
     """
     first, end, total, parts = 0, 0, 0, 0
     for (start, length), count in zip(segments, counts, strict=True):
-        if parts and not (start + length - first <= _LONGEST and is_alike(total, parts, count)):
+        if parts and not (start + length - first <= _MAX_ELEMENTS and is_alike(total, parts, count)):
             yield first, end - first, total
             parts = 0
         if not parts:

@@ -2,8 +2,8 @@
 
 A lane is one stream of frames that some receivers get. Every frame covers one chunk of the lane's space.
 
-* `RelayLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the changes are found.
-* `PairLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver have in common
+* `BroadcastLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the changes are found.
+* `P2PLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver have in common
   (`plan.pairs`). Changes are translated into every lane; their frames are made when all are known. A lane for receivers that hold
   all that the source has needs no translation: its frames are made as on the broadcast route.
 
@@ -28,23 +28,23 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.snapshot import Changed, Snapshot
-from dte_dist.codec import FAST, Chooser, FrameWriter, History
-from dte_dist.engine.chain import Step
-from dte_dist.engine.joined import join_alike
-from dte_dist.plan.remap import Remap
+from dte_dist.codec import FAST, CodecSelector, FrameWriter, PreviousDelta
+from dte_dist.engine.chain import SyncStep
+from dte_dist.engine.joined import merge_segments
+from dte_dist.plan.remap import IndexMap
 from dte_dist.plan.schedule import Chunk, segments_of
 
-__all__ = ["Lanes", "Outbox", "PairLane", "PairLanes", "RelayLanes", "step_of_lane"]
+__all__ = ["BroadcastLanes", "FrameBuilder", "Lane", "Lanes", "P2PLanes", "lane_step"]
 
 _LANE = 0x9E3779B97F4A7C15
 
 
-def step_of_lane(step: Step, lane: int) -> Step:
+def lane_step(step: SyncStep, lane: int) -> SyncStep:
     """Return a step whose frames cannot be taken for those of another lane."""
     return replace(step, schema=(step.schema ^ (lane + 1) * _LANE) & (1 << 63) - 1)
 
 
-class Outbox(ABC):
+class FrameBuilder(ABC):
     """Takes the changes of one sync, in order, and makes frames of them.
 
     Attributes:
@@ -59,7 +59,7 @@ class Outbox(ABC):
         """Add what changed in some segments of one chunk of the source's own space, in order; it is copied."""
 
     @abstractmethod
-    def close(self) -> list[Tensor]:
+    def collect(self) -> list[Tensor]:
         """Return the frames by lane and chunk; empty where nothing changed. Nothing is added any more."""
 
 
@@ -73,22 +73,22 @@ class Lanes(ABC):
     chunks: Sequence[tuple[int, Chunk]]
 
     @abstractmethod
-    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST, history: History | None = None) -> Outbox:
-        """Return an empty outbox for a delta that makes `step`, on top of what is known.
+    def builder(self, step: SyncStep, known: Snapshot, selector: CodecSelector = FAST, history: PreviousDelta | None = None) -> FrameBuilder:
+        """Return an empty frame builder for a delta that makes `step`, on top of what is known.
 
         Args:
             step: from which version to which.
             known: the snapshot.
-            chooser: of the codecs.
+            selector: of the codecs.
             history: positions of the delta before, and where those of this one are noted.
         """
 
     @abstractmethod
-    def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
+    def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
         """Write the dense frame of a chunk, of the snapshot itself, into a buffer of its size."""
 
 
-class RelayLanes(Lanes):
+class BroadcastLanes(Lanes):
     """One lane: the source's own space.
 
     Args:
@@ -100,23 +100,23 @@ class RelayLanes(Lanes):
         self._source, self._count = source, len(chunks)
         self.chunks = [(0, chunk) for chunk in chunks]
 
-    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST, history: History | None = None) -> Outbox:
-        return _RelayOutbox(self._source, [chunk for _, chunk in self.chunks], step, known, chooser, history=history)
+    def builder(self, step: SyncStep, known: Snapshot, selector: CodecSelector = FAST, history: PreviousDelta | None = None) -> FrameBuilder:
+        return _DirectBuilder(self._source, [chunk for _, chunk in self.chunks], step, known, selector, history=history)
 
-    def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
-        writer = FrameWriter(step.head(self._source, self._count, chunk), known.device)
+    def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
+        writer = FrameWriter(step.frame_head(self._source, self._count, chunk), known.device)
         for first, length in chunk.segments():
             writer.add_dense(first, known.bits[chunk.width][first : first + length])
         _finish(writer, out, known.device)
 
 
-class _RelayOutbox(Outbox):
+class _DirectBuilder(FrameBuilder):
     def __init__(
-        self, source: int, chunks: Sequence[Chunk], step: Step, known: Snapshot, chooser: Chooser, *, history: History | None
+        self, source: int, chunks: Sequence[Chunk], step: SyncStep, known: Snapshot, selector: CodecSelector, *, history: PreviousDelta | None
     ) -> None:
         super().__init__()
         self._source, self._chunks, self._step = source, chunks, step
-        self._known, self._chooser, self._history = known, chooser, history
+        self._known, self._chooser, self._history = known, selector, history
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
@@ -141,7 +141,7 @@ class _RelayOutbox(Outbox):
 
     def _next(self) -> FrameWriter:
         """Return a writer of the next frame."""
-        head = self._step.head(self._source, len(self._chunks), self._chunks[len(self._frames)])
+        head = self._step.frame_head(self._source, len(self._chunks), self._chunks[len(self._frames)])
         return FrameWriter(head, self._known.device, self._chooser, self._history)
 
     def _finish(self) -> None:
@@ -149,14 +149,14 @@ class _RelayOutbox(Outbox):
         self._frames.append(writer.finish())
         self.codecs.update(writer.codecs)
 
-    def close(self) -> list[Tensor]:
+    def collect(self) -> list[Tensor]:
         while len(self._frames) < len(self._chunks):
             self._finish()
         return self._frames
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PairLane:
+class Lane:
     """A lane of the p2p route.
 
     Attributes:
@@ -167,19 +167,19 @@ class PairLane:
     """
 
     chunks: Sequence[Chunk]
-    into: Mapping[int, Sequence[Remap]]
-    back: Mapping[int, Sequence[Remap]]
-    is_own_space: bool = False
+    into: Mapping[int, Sequence[IndexMap]]
+    back: Mapping[int, Sequence[IndexMap]]
+    is_identity: bool = False
 
     def fetch(self, width: int, first: int, length: int, known: Snapshot) -> Tensor:
         """Return the known bits of elements [first, first + length) of the lane's space, as a new tensor."""
         bits = torch.empty(length, dtype=known.bits[width].dtype, device=known.device)
-        for remap in self.back[width]:
-            kernels.remaps_on(known.device).fetch(remap, first, bits, known.bits[width])
+        for index_map in self.back[width]:
+            kernels.remaps_on(known.device).fetch(index_map, first, bits, known.bits[width])
         return bits
 
 
-class PairLanes(Lanes):
+class P2PLanes(Lanes):
     """One lane for each kind of receiver.
 
     Args:
@@ -187,22 +187,22 @@ class PairLanes(Lanes):
         lanes: by number.
     """
 
-    def __init__(self, source: int, lanes: Mapping[int, PairLane]) -> None:
+    def __init__(self, source: int, lanes: Mapping[int, Lane]) -> None:
         self._source, self._lanes = source, lanes
-        self._own = frozenset(number for number, lane in lanes.items() if lane.is_own_space)
+        self._own = frozenset(number for number, lane in lanes.items() if lane.is_identity)
         self.chunks = [(number, chunk) for number, lane in sorted(lanes.items()) for chunk in lane.chunks]
 
-    def outbox(self, step: Step, known: Snapshot, chooser: Chooser = FAST, history: History | None = None) -> Outbox:
-        def alone(number: int) -> _RelayOutbox:
-            return _RelayOutbox(self._source, self._lanes[number].chunks, step_of_lane(step, number), known, chooser, history=history)
+    def builder(self, step: SyncStep, known: Snapshot, selector: CodecSelector = FAST, history: PreviousDelta | None = None) -> FrameBuilder:
+        def alone(number: int) -> _DirectBuilder:
+            return _DirectBuilder(self._source, self._lanes[number].chunks, lane_step(step, number), known, selector, history=history)
 
         translated = {number: lane for number, lane in self._lanes.items() if number not in self._own}
         direct = {number: alone(number) for number in self._own}
-        return _PairOutbox(self._source, translated, step, known, chooser, direct=direct, history=history)
+        return _TranslatingBuilder(self._source, translated, step, known, selector, direct=direct, history=history)
 
-    def write_seed(self, lane: int, chunk: Chunk, step: Step, known: Snapshot, out: Tensor) -> None:
+    def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
         lane_ = self._lanes[lane]
-        writer = FrameWriter(step_of_lane(step, lane).head(self._source, len(lane_.chunks), chunk), known.device)
+        writer = FrameWriter(lane_step(step, lane).frame_head(self._source, len(lane_.chunks), chunk), known.device)
         for first, length in chunk.segments():
             writer.add_dense(first, lane_.fetch(chunk.width, first, length, known))
         _finish(writer, out, known.device)
@@ -224,21 +224,21 @@ class _Found:
         return positions, values
 
 
-class _PairOutbox(Outbox):
-    """Takes changes for several lanes; those that have the source's own space have an outbox of their own."""
+class _TranslatingBuilder(FrameBuilder):
+    """Takes changes for several lanes; those that have the source's own space have an frame builder of their own."""
 
     def __init__(
-        self, source: int, lanes: Mapping[int, PairLane], step: Step, known: Snapshot, chooser: Chooser,
-        *, direct: Mapping[int, _RelayOutbox], history: History | None,
+        self, source: int, lanes: Mapping[int, Lane], step: SyncStep, known: Snapshot, selector: CodecSelector,
+        *, direct: Mapping[int, _DirectBuilder], history: PreviousDelta | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, chooser
+        self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, selector
         self._history, self._direct = history, direct
         self._found: dict[tuple[int, int], _Found] = {}
 
     def add(self, width: int, changed: Changed) -> None:
-        for outbox in self._direct.values():
-            outbox.add(width, changed)
+        for builder in self._direct.values():
+            builder.add(width, changed)
         if not self._lanes:
             return
         positions, values = changed.listed(), changed.new
@@ -247,28 +247,28 @@ class _PairOutbox(Outbox):
             values = codecs.narrow(codecs.distances(changed.old, changed.new), values.dtype)
         translate = kernels.remaps_on(positions.device).translate
         for number, lane in self._lanes.items():
-            for remap in lane.into.get(width, ()):
-                if remap.meets(changed.first, changed.first + changed.length):
+            for index_map in lane.into.get(width, ()):
+                if index_map.meets(changed.first, changed.first + changed.length):
                     into = self._found.setdefault((number, width), _Found())
-                    held = translate(remap, changed.first, positions, values)
+                    held = translate(index_map, changed.first, positions, values)
                     into.positions.append(held[0])
                     into.values.append(held[1])
 
-    def close(self) -> list[Tensor]:
+    def collect(self) -> list[Tensor]:
         frames: list[Tensor] = []
         for number in sorted(self._lanes.keys() | self._direct.keys()):
             if number in self._direct:
-                frames += self._direct[number].close()
+                frames += self._direct[number].collect()
                 self.codecs.update(self._direct[number].codecs)
                 continue
-            lane, step = self._lanes[number], step_of_lane(self._step, number)
+            lane, step = self._lanes[number], lane_step(self._step, number)
             for width in sorted(lane.into):
                 found = self._found.pop((number, width), None)
                 chunks = [chunk for chunk in lane.chunks if chunk.width == width]
                 frames += self._frames(lane, chunks, step, found)
         return frames
 
-    def _frames(self, lane: PairLane, chunks: Sequence[Chunk], step: Step, found: _Found | None) -> Iterator[Tensor]:
+    def _frames(self, lane: Lane, chunks: Sequence[Chunk], step: SyncStep, found: _Found | None) -> Iterator[Tensor]:
         """Cut the changes of one lane and width into the frames of its chunks."""
         device = self._known.device
         if found is None:
@@ -277,7 +277,7 @@ class _PairOutbox(Outbox):
         positions, values = found.sorted()
         relative = self._chooser.relative(values.element_size())
         for chunk, cuts in zip(chunks, _cut([list(chunk.segments()) for chunk in chunks], positions, 0), strict=True):
-            writer = FrameWriter(step.head(self._source, len(lane.chunks), chunk), device, self._chooser, self._history)
+            writer = FrameWriter(step.frame_head(self._source, len(lane.chunks), chunk), device, self._chooser, self._history)
             for cut in cuts:
                 here, held = (positions[cut.here] - cut.first).to(torch.int32), values[cut.here]
                 wide = kernels.codecs_on(device).widen(held) if relative else held
@@ -314,7 +314,7 @@ def _cut(groups: Sequence[Sequence[tuple[int, int]]], positions: Tensor | None, 
     left, at = iter(counts), 0
     for group in groups:
         cuts: list[_Cut] = []
-        for first, length, count in join_alike(group, itertools.islice(left, len(group))):
+        for first, length, count in merge_segments(group, itertools.islice(left, len(group))):
             cuts.append(_Cut(first, length, slice(at, at + count)))
             at += count
         yield cuts

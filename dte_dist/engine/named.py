@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout.describe import Describer, settled
+from dte_dist.layout.describe import EntryBuilder, wait_collective
 from dte_dist.layout.names import refuse_duplicates
 
 __all__ = ["NamedTensors", "Slots", "named", "refuse_difference", "slots_of"]
@@ -38,7 +38,7 @@ def named(tensors: NamedTensors) -> dict[str, Tensor]:
     """
     pairs = [_pair(item) for item in (tensors.items() if isinstance(tensors, Mapping) else tensors)]
     refuse_duplicates(name for name, _ in pairs)
-    describer = Describer()
+    describer = EntryBuilder()
     return {name: _usable(describer, name, tensor) for name, tensor in pairs}
 
 
@@ -50,14 +50,14 @@ def _pair(item: Any) -> tuple[str, Tensor]:
     raise ValueError(f"a named tensor is (name, tensor), not ({kinds})")
 
 
-def _usable(describer: Describer, name: str, tensor: Tensor) -> Tensor:
+def _usable(describer: EntryBuilder, name: str, tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
-        fix = "give tensor.full_tensor(), or tensor.to_local() under a name of its own; delta_broadcast takes DTensors as they are"
-        raise LayoutMismatch("a DTensor is only a part of its tensor", slot=name, fix=fix)
+        hint = "give tensor.full_tensor(), or tensor.to_local() under a name of its own; delta_broadcast takes DTensors as they are"
+        raise LayoutMismatch("a DTensor is only a part of its tensor", tensor=name, hint=hint)
     if tensor.dtype is torch.complex128:
-        raise LayoutMismatch("elements of 16 bytes cannot be sent", slot=name, got=tensor.dtype, fix="give torch.view_as_real(tensor)")
+        raise LayoutMismatch("elements of 16 bytes cannot be sent", tensor=name, got=tensor.dtype, hint="give torch.view_as_real(tensor)")
     describer.entry(name, tensor)
-    return settled(tensor)
+    return wait_collective(tensor)
 
 
 def slots_of(tensors: Mapping[str, Tensor]) -> Slots:
@@ -84,10 +84,10 @@ def refuse_difference(expected: Slots, got: Slots, *, what: str) -> None:
     for fault, names in (("missing", expected.keys() - got.keys()), ("not expected", got.keys() - expected.keys())):
         if names:
             shown = ", ".join(map(repr, sorted(names)[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            fix = "give the same names on both sides; an iterator that was used before gives none"
-            raise LayoutMismatch(f"{what}: {fault} are {shown}", slot=min(names), fix=fix)
+            hint = "give the same names on both sides; an iterator that was used before gives none"
+            raise LayoutMismatch(f"{what}: {fault} are {shown}", tensor=min(names), hint=hint)
     for name, (shape, dtype) in expected.items():
         if got[name][0] != shape:
-            raise LayoutMismatch(f"{what}: another shape", slot=name, expected=shape, got=got[name][0])
+            raise LayoutMismatch(f"{what}: another shape", tensor=name, expected=shape, got=got[name][0])
         if got[name][1] != dtype:
-            raise LayoutMismatch(f"{what}: another dtype", slot=name, expected=dtype, got=got[name][1])
+            raise LayoutMismatch(f"{what}: another dtype", tensor=name, expected=dtype, got=got[name][1])

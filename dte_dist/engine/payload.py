@@ -98,7 +98,7 @@ def refuse_reserved(names: Iterable[str]) -> None:
     """
     for name in names:
         if name == HEADER or name.endswith((INDEX, VALUE)):
-            raise LayoutMismatch("the name is reserved in payloads", slot=name, fix="give the tensor another name")
+            raise LayoutMismatch("the name is reserved in payloads", tensor=name, hint="give the tensor another name")
 
 
 def check_version(version: int) -> None:
@@ -112,7 +112,7 @@ def check_version(version: int) -> None:
         raise ValueError(f"a version is an int of at least 0, not {version!r}")
     if version >= 1 << 62:
         raise VersionError(
-            "the version does not fit", expected="< 2^62", got=version, fix="count versions from 1"
+            "the version does not fit", expected="< 2^62", got=version, hint="count versions from 1"
         )
 
 
@@ -180,13 +180,13 @@ def payload_of(
         said, base = _header(tensors)[2:4]
     elif version is None:
         what, expected = "a payload without a header is a full one, and does not say its version", "version="
-        fix = "pass version=, the number that its sender gave it"
-        raise FrameError(what, expected=expected, got="none", fix=fix)
+        hint = "pass version=, the number that its sender gave it"
+        raise FrameError(what, expected=expected, got="none", hint=hint)
     else:
         said, base = version, NONE
     if version not in (None, said):
-        what, fix = "a payload makes another version", "ask for the version that it makes"
-        raise FrameError(what, slot=HEADER, expected=version, got=said, fix=fix)
+        what, hint = "a payload makes another version", "ask for the version that it makes"
+        raise FrameError(what, tensor=HEADER, expected=version, got=said, hint=hint)
     return Payload(said, base, base == NONE, tensors, lineage, base_lineage)
 
 
@@ -345,8 +345,8 @@ def _check_ties(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> Non
     for name, tensor in targets.items():
         tie = first.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
         if tie != name and not _equal(by_name.get(tie), by_name.get(name)):
-            fix = "tie them on the side of the sender too, or give them memory of their own"
-            raise LayoutMismatch(f"{tie} and {name} share memory but get different values", slot=name, fix=fix)
+            hint = "tie them on the side of the sender too, or give them memory of their own"
+            raise LayoutMismatch(f"{tie} and {name} share memory but get different values", tensor=name, hint=hint)
 
 
 def _equal(one: Change | None, other: Change | None) -> bool:
@@ -397,4 +397,4 @@ def _write(changes: Sequence[Change], flat: FlatTensors, device: torch.device) -
 
 
 def _bad(what: str, name: str, expected: object, got: object) -> FrameError:
-    return FrameError(what, slot=name, expected=expected, got=got, fix=_AGAIN)
+    return FrameError(what, tensor=name, expected=expected, got=got, hint=_AGAIN)

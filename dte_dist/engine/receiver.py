@@ -19,21 +19,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor, UntypedStorage
 
-from dte_dist.change.fingerprint import Fingerprint, foreign_writes
+from dte_dist.change.fingerprint import Fingerprint, external_writes
 from dte_dist.change.flat import FlatTensors
-from dte_dist.codec import FrameHead, History, Segment, read_frame
-from dte_dist.engine.chain import NONE, Chain
+from dte_dist.codec import FrameHead, PreviousDelta, Segment, read_frame
+from dte_dist.engine.chain import NONE, VersionState
 from dte_dist.engine.control import OTHER_CHANNEL, WRITTEN
 from dte_dist.errors import DeltaError, FrameError
-from dte_dist.layout import Layout, LocalTensors
+from dte_dist.layout import Layout, LiveTensors
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.model_map import ModelMap
-from dte_dist.plan.remap import Remap, build_remaps
+from dte_dist.plan.remap import IndexMap, build_index_maps
 
-__all__ = ["ReceiverState"]
+__all__ = ["Receiver"]
 
 
-class ReceiverState:
+class Receiver:
     """What one receiver holds between syncs.
 
     Args:
@@ -42,44 +42,44 @@ class ReceiverState:
 
     Attributes:
         error: the first error of this sync, or None.
-        remaps: tables from the sources' own spaces.
-        chain: version and lineage; version NONE means never seeded, being seeded, or dirty.
+        index maps: tables from the sources' own spaces.
+        state: version and lineage; version NONE means never seeded, being seeded, or dirty.
     """
 
     def __init__(self, layout: Layout, model: ModelMap, rank: int) -> None:
         self._layout = layout
-        self.chain = Chain()
+        self.state = VersionState()
         self.error: Exception | None = None
         self._spaces = model.receiver_spaces[rank]
-        self.remaps: Mapping[int, Mapping[int, Sequence[Remap]]] = {
+        self.index_maps: Mapping[int, Mapping[int, Sequence[IndexMap]]] = {
             width: {
-                source: build_remaps(spaces[width], space) for source, spaces in model.source_spaces.items() if width in spaces
+                source: build_index_maps(spaces[width], space) for source, spaces in model.source_spaces.items() if width in spaces
             }
             for width, space in self._spaces.items()
         }  # fmt: skip
-        self._tables: Mapping[int, Mapping[int, Sequence[Remap]]] = self.remaps
+        self._tables: Mapping[int, Mapping[int, Sequence[IndexMap]]] = self.index_maps
         self._staged = StagedPatch()
-        self._history = History()
+        self._history = PreviousDelta()
         self._targets: Mapping[int, Target] = {}
         self._memory: list[UntypedStorage] = []
         self._is_seeded = False
-        self._local: LocalTensors | None = None
+        self._local: LiveTensors | None = None
         self._begun: Fingerprint | None = None
         self._now: Fingerprint | None = None
 
-    def begin(self, remaps: Mapping[int, Mapping[int, Sequence[Remap]]] | None = None) -> None:
+    def begin(self, index_maps: Mapping[int, Mapping[int, Sequence[IndexMap]]] | None = None) -> None:
         """Find the live tensors, as they are at this moment; nothing is staged yet.
 
         Args:
-            remaps: by width and source, tables from the space that frames count in; None for the sources' own spaces.
+            index maps: by width and source, tables from the space that frames count in; None for the sources' own spaces.
         """
         self._staged.clear()
-        self._history.forget()
+        self._history.discard()
         self.error, self._is_seeded = None, False
-        self._tables = self.remaps if remaps is None else remaps
-        begun, held = self._find(), self.chain.fingerprint
-        if self.chain.version != NONE and (held is None or not held.same(begun)):
-            self.chain.distrust(WRITTEN)
+        self._tables = self.index_maps if index_maps is None else index_maps
+        begun, held = self._find(), self.state.fingerprint
+        if self.state.version != NONE and (held is None or not held.same(begun)):
+            self.state.invalidate(WRITTEN)
 
     def _find(self) -> Fingerprint:
         """Find the live tensors, to which nothing has been written yet; return their fingerprint."""
@@ -125,7 +125,7 @@ class ReceiverState:
     def _place(self, segments: Sequence[Segment], expected: FrameHead) -> None:
         """Write a seed into place; it must be the whole chunk."""
         if any(segment.positions is not None for segment in segments) or sum(segment.length for segment in segments) != expected.length:
-            raise FrameError("a seed is not the whole chunk", expected=f"{expected.length} elements", fix="sync again")
+            raise FrameError("a seed is not the whole chunk", expected=f"{expected.length} elements", hint="sync again")
         self._begin_to_write()
         if not self._is_seeded:  # others may have written since `begin`, or moved tensors: all of it is overwritten where it is now
             self._find()
@@ -139,9 +139,9 @@ class ReceiverState:
         """Return whether somebody wrote to the live copy, or moved it, since `begin`; it has no version then, and waits for a seed."""
         if self._local is None or self._begun is None or Fingerprint.of(self._local.live, moved=True).same(self._begun):
             return False
-        self.chain.distrust(WRITTEN)
+        self.state.invalidate(WRITTEN)
         self._staged.clear()
-        self._history.forget()
+        self._history.discard()
         return True
 
     def apply(self) -> None:
@@ -162,9 +162,9 @@ class ReceiverState:
 
     def _begin_to_write(self) -> None:
         """Give up the version, and those of other channels that hold some of the same tensors."""
-        self.chain.version = NONE
-        for rival in self.chain.rivals:
-            rival.distrust(OTHER_CHANNEL)
+        self.state.version = NONE
+        for rival in self.state.overlapping:
+            rival.invalidate(OTHER_CHANNEL)
 
     def check_own(self) -> None:
         """Check that nobody but this sync wrote to the live copy since `begin`; to be called when all is written.
@@ -178,34 +178,34 @@ class ReceiverState:
         for width, target in self._targets.items():
             own[self._spaces[width].pieces.entry] = target.flat.writes
         self._now = Fingerprint.of(self._local.live, moved=True)
-        foreign = foreign_writes(
+        foreign = external_writes(
             self._begun, self._now, self._local.own_writes(own), self._local.live.tensors
         )
         if foreign:
-            self.chain.distrust(WRITTEN)
+            self.state.invalidate(WRITTEN)
             name = self._layout.manifest.entries[foreign[0]].name
             what = "somebody else wrote to a receiver's copy, or replaced a tensor of it, while a sync wrote to it"
-            fix = "write to the weights of a receiver between syncs only, in no other thread"
-            raise DeltaError(what, slot=name, got=f"{len(foreign)} such tensors", fix=fix)
+            hint = "write to the weights of a receiver between syncs only, in no other thread"
+            raise DeltaError(what, tensor=name, got=f"{len(foreign)} such tensors", hint=hint)
 
-    def commit(self, version: int, stream: int, *, full: bool = False) -> None:
+    def commit(self, version: int, lineage: int, *, full: bool = False) -> None:
         """Move to `version`. The chain moves last: an interrupt before that leaves a receiver without a version.
 
         Raises:
             DeltaError: as `check_own`, if that was not asked before.
         """
-        self.chain.version = NONE
+        self.state.version = NONE
         if self._now is None:
             self.check_own()
-        self.chain.fingerprint = self._now
-        self._history.commit(version, stream)
-        self.chain.move(version, stream, full=full)
+        self.state.fingerprint = self._now
+        self._history.commit(version, lineage)
+        self.state.advance_to(version, lineage, full=full)
         self.rollback()
 
     def rollback(self) -> None:
         """Forget what is staged."""
         self._staged.clear()
-        self._history.forget()
+        self._history.discard()
         self._targets = {}
         self._local = self._begun = self._now = None
         self._memory, self._is_seeded = [], False

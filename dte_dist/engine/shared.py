@@ -27,7 +27,7 @@ from dte_dist.engine.payload import INDEX, Change, flat_bits, index_dtype, last_
 from dte_dist.errors import FrameError, LayoutMismatch
 from dte_dist.layout import Block, Entry, Layout, one_device
 from dte_dist.plan import Plan
-from dte_dist.plan.crossing import Crossing, spread
+from dte_dist.plan.crossing import BatchedIndexMap, repeat_per_part
 from dte_dist.plan.model_map import Slot
 from dte_dist.plan.parts import Landing, Part, blocks_of, elements, landings_of, parts_of
 from dte_dist.transport.base import Payload
@@ -114,8 +114,8 @@ class SharedEnds:
         """
         if payload.plan != self._digest:
             got = payload.plan.hex() or "no plan"
-            fix = "compute the plan from the same layouts on all ranks, and compare plan.digest()"
-            raise LayoutMismatch("a payload follows another plan", ranks=[payload.sender], expected=self._digest.hex(), got=got, fix=fix)
+            hint = "compute the plan from the same layouts on all ranks, and compare plan.digest()"
+            raise LayoutMismatch("a payload follows another plan", ranks=[payload.sender], expected=self._digest.hex(), got=got, hint=hint)
         return self._incoming[payload.sender].land(changes, list(targets.values()), full=payload.full)
 
     def _check_source(self, layout: Layout) -> dict[int, _Outward]:
@@ -127,7 +127,7 @@ class SharedEnds:
                 block = blocks[landing.part.name]
                 if any(elements(block, train) != elements(landing.block, inf) for train, inf in landing.boxes):
                     what = "this rank does not hold what the plan says that it sends"
-                    raise LayoutMismatch(what, slot=landing.part.slot.name, ranks=[self._rank, receiver], got=block.runs, fix=_PLANNED)
+                    raise LayoutMismatch(what, tensor=landing.part.slot.name, ranks=[self._rank, receiver], got=block.runs, hint=_PLANNED)
         return {width: _Outward(width, parts, blocks) for width, parts in _by_width(self._parts.values()).items()}
 
     def _check_entry(self, layout: Layout, slot: Slot, number: int, expected: Block | None = None) -> Block:
@@ -136,16 +136,16 @@ class SharedEnds:
         entry = entries[number] if number < len(entries) else None
         if entry is None or (entry.name != slot.name and entry.name in self._slots):
             got = f"{len(entries)} tensors" if entry is None else entry.name
-            raise LayoutMismatch("the tensors are not those of the plan", slot=slot.name, expected=f"at {number}", got=got, fix=_PLANNED)
+            raise LayoutMismatch("the tensors are not those of the plan", tensor=slot.name, expected=f"at {number}", got=got, hint=_PLANNED)
         block = layout.manifest.block(entry, layout.coordinates)
         if entry.shape != slot.shape or block is None or expected not in (None, block):
             want, got = (f"{shape}, {'nothing of it' if part is None else part.runs}" for shape, part in (
                 (slot.shape, expected or Block.whole(slot.shape)), (entry.shape, block),
             ))  # fmt: skip
-            raise LayoutMismatch("this rank holds something else than the plan says", slot=slot.name, expected=want, got=got, fix=_PLANNED)
+            raise LayoutMismatch("this rank holds something else than the plan says", tensor=slot.name, expected=want, got=got, hint=_PLANNED)
         held, sent = getattr(torch, entry.dtype), slot.torch_dtype
         if held != sent and (expected is not None or not (held.is_floating_point and sent.is_floating_point)):
-            raise LayoutMismatch("this rank holds another dtype than the plan says", slot=slot.name, expected=sent, got=held, fix=_PLANNED)
+            raise LayoutMismatch("this rank holds another dtype than the plan says", tensor=slot.name, expected=sent, got=held, hint=_PLANNED)
         return block
 
 
@@ -162,7 +162,7 @@ class _Outward:
         self._parts = parts
         wholes = [Block.whole(part.slot.shape) for part in parts]
         self._is_same = all(blocks[part.name] == whole for part, whole in zip(parts, wholes, strict=True))
-        self._crossing = Crossing(width, [blocks[part.name] for part in parts], enumerate(wholes))
+        self._crossing = BatchedIndexMap(width, [blocks[part.name] for part in parts], enumerate(wholes))
 
     def positions(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the positions of all pairs of this width, translated."""
@@ -173,7 +173,7 @@ class _Outward:
         here = [tensors[name + INDEX] for name in names]
         flat = torch.cat(here)
         moved = torch.cat([positions for positions, _ in self._crossing.translate(numbers, here, flat)])
-        moved -= spread(torch.from_numpy(self._crossing.starts[numbers]), here)
+        moved -= repeat_per_part(torch.from_numpy(self._crossing.starts[numbers]), here)
         in_slots = {dtype: moved.to(dtype).split([len(each) for each in here]) for dtype in (torch.int32, torch.int64)}
         wanted = [index_dtype(self._parts[number].slot.numel) for number in numbers]
         return {name + INDEX: in_slots[dtype][place] for place, (name, dtype) in enumerate(zip(names, wanted, strict=True))}
@@ -193,11 +193,11 @@ class _Inward:
         wholes = [Block.whole(found[0].part.slot.shape) for found in landings.values()]
         homes = [(number, landing) for number, found in enumerate(landings.values()) for landing in found]
         self._entries = [landing.entry for _, landing in homes]
-        self._crossing = Crossing(width, wholes, ((number, landing.block) for number, landing in homes))
-        self._share: Crossing | None = None
+        self._crossing = BatchedIndexMap(width, wholes, ((number, landing.block) for number, landing in homes))
+        self._share: BatchedIndexMap | None = None
         if not all(landing.is_whole for _, landing in homes):
             shares = ((number, elements(landing.block, inf)) for number, landing in homes for _, inf in landing.boxes)
-            self._share = Crossing(width, wholes, ((number, block) for number, block in shares if block is not None))
+            self._share = BatchedIndexMap(width, wholes, ((number, block) for number, block in shares if block is not None))
 
     def bundles(self, changes: Sequence[Change], tensors: Sequence[Tensor]) -> list[Bundle]:
         """Return the changed elements of the receiver's tensors; all must be what the sender sends there.
@@ -255,11 +255,11 @@ class _Incoming:
         for fault, names in (("missing", self._landings.keys() - said if full else ()), ("not expected", said - self._parts.keys())):
             if names:
                 what = f"in the payload of a sender, {fault} is"
-                raise LayoutMismatch(what, slot=min(names), ranks=[self._sender], fix="push what the plan was made from")
+                raise LayoutMismatch(what, tensor=min(names), ranks=[self._sender], hint="push what the plan was made from")
         for change in changes:
             slot, got = self._parts[change.name].slot, change.values.dtype
             if got != slot.torch_dtype:
-                raise LayoutMismatch("a part has another dtype", slot=change.name, expected=slot.torch_dtype, got=got, fix=_PLANNED)
+                raise LayoutMismatch("a part has another dtype", tensor=change.name, expected=slot.torch_dtype, got=got, hint=_PLANNED)
             if change.positions is not None and change.positions.dtype != index_dtype(slot.numel):
                 raise _bad("positions of another dtype", change, index_dtype(slot.numel), change.positions.dtype)
         for change, last in last_positions(changes):
@@ -275,7 +275,7 @@ def _copied(change: Change, landing: Landing, tensor: Tensor) -> list[tuple[Chan
     for train, inf in landing.boxes:
         if len(shape) != len(train) or any(along.stop > size for along, size in zip(train, shape, strict=True)):
             expected = f"at least {[along.stop for along in train]}"
-            raise LayoutMismatch("a part has another shape", slot=change.name, expected=expected, got=list(shape), fix=_PLANNED)
+            raise LayoutMismatch("a part has another shape", tensor=change.name, expected=expected, got=list(shape), hint=_PLANNED)
         landed.append((Change(change.name, None, change.values[train]), tensor.detach()[inf]))
     return landed
 
@@ -299,4 +299,4 @@ def _by_width(parts: Iterable[Part]) -> dict[int, list[Part]]:
 
 
 def _bad(what: str, change: Change, expected: object, got: object) -> FrameError:
-    return FrameError(what, slot=change.name, expected=expected, got=got, fix=_AGAIN)
+    return FrameError(what, tensor=change.name, expected=expected, got=got, hint=_AGAIN)

@@ -17,19 +17,19 @@ from torch import Tensor
 from dte_dist.change.flat import FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Detector, Snapshot
-from dte_dist.codec import FAST, Chooser, History, dense_size
-from dte_dist.engine.chain import NONE, Chain, Step
-from dte_dist.engine.lanes import Lanes, Outbox, RelayLanes
-from dte_dist.layout import Layout, LocalTensors
+from dte_dist.codec import FAST, CodecSelector, PreviousDelta, dense_size
+from dte_dist.engine.chain import NONE, SyncStep, VersionState
+from dte_dist.engine.lanes import BroadcastLanes, FrameBuilder, Lanes
+from dte_dist.layout import Layout, LiveTensors
 from dte_dist.plan.model_map import ModelMap
-from dte_dist.plan.schedule import SEGMENT, Chunk, Schedule
+from dte_dist.plan.schedule import SEGMENT, Chunk, ChunkPlan
 from dte_dist.plan.space import FlatSpace
 from dte_dist.report import Phases
 
-__all__ = ["SourceState", "most_size", "seed_size"]
+__all__ = ["Source", "dense_frame_bytes", "max_frame_bytes"]
 
 
-class SourceState:
+class Source:
     """What one source holds between syncs, and prepares for the next.
 
     Args:
@@ -39,7 +39,7 @@ class SourceState:
         schema: hash of the model map, that frames carry.
 
     Attributes:
-        chain: version and lineage of the snapshot.
+        state: version and lineage of the snapshot.
         snapshot: what the receivers hold; None before the first `prepare`.
         error: what went wrong since `prepare`, or None.
         changed: elements of the prepared delta.
@@ -47,26 +47,26 @@ class SourceState:
         relay: lanes of the broadcast route.
     """
 
-    def __init__(self, layout: Layout, model: ModelMap, rank: int, schedule: Schedule, schema: int) -> None:
+    def __init__(self, layout: Layout, model: ModelMap, rank: int, schedule: ChunkPlan, schema: int) -> None:
         self._layout, self._model, self._rank, self._schedule, self._schema = layout, model, rank, schedule, schema
         self.spaces: Mapping[int, FlatSpace] = model.source_spaces[rank]
         self._dtypes = {
             width: [model.slots[slot].torch_dtype for slot in space.pieces.slot.tolist()] for width, space in self.spaces.items()
         }
-        self.chain = Chain()
+        self.state = VersionState()
         self.snapshot: Snapshot | None = None
         self.changed = 0
         self.codecs: Mapping[str, int] = {}
         self.error: Exception | None = None
-        self.relay: Lanes = RelayLanes(rank, schedule.chunks(rank))
+        self.relay: Lanes = BroadcastLanes(rank, schedule.chunks(rank))
         self._lanes: Lanes = self.relay
-        self._outbox: Outbox | None = None
+        self._outbox: FrameBuilder | None = None
         self._frames: list[Tensor] = []
-        self._history = History()
+        self._history = PreviousDelta()
 
     def prepare(
         self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None,
-        *, chooser: Chooser = FAST,
+        *, selector: CodecSelector = FAST,
     ) -> None:  # fmt: skip
         """Look at the live tensors, once, for a delta to `version` or a full sync.
 
@@ -76,7 +76,7 @@ class SourceState:
             phases: where the time goes.
             detector: see `change.snapshot`.
             lanes: of the route that frames will take; None is the broadcast route.
-            chooser: of the codecs of a delta.
+            selector: of the codecs of a delta.
         """
         self.rollback()
         with phases("detect"):
@@ -89,33 +89,33 @@ class SourceState:
                 self.snapshot = Snapshot(totals, device, SEGMENT)
         if self.snapshot.device != device:
             self.snapshot.move(device)
-            self._history.drop()
+            self._history.reset()
         self._lanes = self.relay if lanes is None else lanes
         if full:
             self._take_over(live, self.snapshot, phases)
         else:
-            step = Step(self._schema, self.chain.stream, self.chain.version, version)
-            self._outbox = self._lanes.outbox(step, self.snapshot, chooser, self._history)
+            step = SyncStep(self._schema, self.state.lineage, self.state.version, version)
+            self._outbox = self._lanes.builder(step, self.snapshot, selector, self._history)
             self._find(live, self.snapshot, self._outbox, phases, detector)
             with phases("encode"):
-                self._frames = self._outbox.close()
+                self._frames = self._outbox.collect()
             self.codecs = self._outbox.codecs
             self._layout.note_changes(self.changed)
 
     def _take_over(self, live: Mapping[int, LiveSpace], snapshot: Snapshot, phases: Phases) -> None:
         # From here on the snapshot is ahead of the receivers: only a full sync may follow.
-        self.chain.version = NONE
-        self._history.drop()
+        self.state.version = NONE
+        self._history.reset()
         with phases("detect"):
             chunks = self._schedule.chunks(self._rank)
             snapshot.refresh(live, ((chunk.width, first, length) for chunk in chunks for first, length in chunk.segments()))
         self.changed = sum(space.numel for space in self.spaces.values())
 
-    def _find(self, live: Mapping[int, LiveSpace], known: Snapshot, outbox: Outbox, phases: Phases, detector: Detector | None) -> None:
-        """Take over all changes and put them into an outbox, wave by wave."""
+    def _find(self, live: Mapping[int, LiveSpace], known: Snapshot, builder: FrameBuilder, phases: Phases, detector: Detector | None) -> None:
+        """Take over all changes and put them into an frame builder, wave by wave."""
         for width in self.spaces:
             spans = [(chunk.first, chunk.length) for chunk in self._schedule.chunks(self._rank) if chunk.width == width]
-            waves = known.advance(live[width], width, spans, detector)
+            waves = known.diff_and_update(live[width], width, spans, detector)
             while True:
                 with phases("detect"):
                     wave = next(waves, None)
@@ -123,21 +123,21 @@ class SourceState:
                     break
                 with phases("encode"):
                     for changed in wave:
-                        outbox.add(width, changed)
+                        builder.add(width, changed)
                 self.changed += sum(map(len, wave))
 
     def frames(self) -> list[Tensor]:
         """Return the encoded delta, in the order of the route's lanes and their chunks; empty where nothing changed."""
         return self._frames
 
-    def seed_frames(self, step: Step) -> list[Callable[[Tensor], None]]:
+    def seed_frames(self, step: SyncStep) -> list[Callable[[Tensor], None]]:
         """Return the snapshot itself, as functions that write the dense frame of each chunk into a buffer of its `seed_size`.
 
         They do not raise: a frame that could not be made is all zeros, which no receiver accepts, and `error` says why.
         """
         return [partial(self._write_seed, lane, chunk, step) for lane, chunk in self._lanes.chunks]
 
-    def _write_seed(self, lane: int, chunk: Chunk, step: Step, out: Tensor) -> None:
+    def _write_seed(self, lane: int, chunk: Chunk, step: SyncStep, out: Tensor) -> None:
         try:
             self._lanes.write_seed(lane, chunk, step, self._known(), out)
         except Exception as error:  # told to all ranks when they acknowledge
@@ -146,10 +146,10 @@ class SourceState:
 
     def detach(self) -> None:
         """Keep the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
-        self._settle()
-        self._history.drop()
+        self._commit_snapshot()
+        self._history.reset()
 
-    def commit(self, version: int, stream: int, *, full: bool, all_follow: bool = False) -> None:
+    def commit(self, version: int, lineage: int, *, full: bool, all_follow: bool = False) -> None:
         """Move to `version`: the receivers have what was prepared, as the snapshot has.
 
         Args:
@@ -163,12 +163,12 @@ class SourceState:
         has none of this channel's. So the history that the next delta counts on is held by all that follow, unless this source
         prepares in vain in between: then it is dropped (`rollback`), and so it is by whatever moves the snapshot in another way.
         """
-        self._settle()
+        self._commit_snapshot()
         if all_follow and not full:
-            self._history.commit(version, stream)
+            self._history.commit(version, lineage)
         else:
-            self._history.drop()
-        self.chain.move(version, stream, full=full)
+            self._history.reset()
+        self.state.advance_to(version, lineage, full=full)
 
     def rollback(self) -> None:
         """Forget what was prepared, unless it was committed: the snapshot is as it was, or has no version if that cannot be done.
@@ -176,18 +176,18 @@ class SourceState:
         The next delta counts on no history then: if that was what went wrong, trying again must not go wrong again.
         """
         if self._outbox is not None:
-            self._history.drop()
+            self._history.reset()
         try:
-            self.chain.put_back(self.snapshot)
+            self.state.roll_back(self.snapshot)
         finally:
             self._drop()
             self.error = None
             self.changed, self.codecs = 0, {}
 
-    def _settle(self) -> None:
+    def _commit_snapshot(self) -> None:
         """Let the snapshot be what it is, without a version yet."""
-        self.chain.version = NONE
-        self._known().settle()
+        self.state.version = NONE
+        self._known().commit()
         self._drop()
 
     def _drop(self) -> None:
@@ -206,18 +206,18 @@ class SourceState:
         """Return the live tensors by width, as they would be sent."""
         return self._live(self._layout.read())
 
-    def _live(self, local: LocalTensors) -> dict[int, LiveSpace]:
+    def _live(self, local: LiveTensors) -> dict[int, LiveSpace]:
         return {
             width: LiveSpace(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width])
             for width, space in self.spaces.items()
         }
 
 
-def seed_size(chunk: Chunk) -> int:
+def dense_frame_bytes(chunk: Chunk) -> int:
     """Return the bytes of the dense frame of a chunk."""
     return dense_size((length for _, length in chunk.segments()), chunk.width)
 
 
-def most_size(chunk: Chunk) -> int:
+def max_frame_bytes(chunk: Chunk) -> int:
     """Return a bound on the bytes of any frame of a chunk: two padded streams instead of one per segment."""
-    return seed_size(chunk) + 16 * sum(1 for _ in chunk.segments())
+    return dense_frame_bytes(chunk) + 16 * sum(1 for _ in chunk.segments())

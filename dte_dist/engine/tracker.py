@@ -15,7 +15,7 @@ from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors, starts_of
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
-from dte_dist.engine.chain import NONE, Chain
+from dte_dist.engine.chain import NONE, VersionState
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
 from dte_dist.engine.payload import (
     Change,
@@ -81,7 +81,7 @@ class DeltaTracker:
         if not isinstance(header, bool):
             raise ValueError(f"header is True or False, not {header!r}")
         self._ratio, self._keep, self._header = ratio, keep, header
-        self._chain = Chain(stream=_draw())
+        self._chain = VersionState(lineage=_draw())
         self._snapshot: Snapshot | None = None
         self._slots: Slots = {}
         self._spaces: dict[int, _Space] = {}
@@ -147,7 +147,7 @@ class DeltaTracker:
         check_version(version)
         if version <= self._chain.newest:
             newest = f"> {self._chain.newest}"
-            raise VersionReplay("the version is not newer than the one pushed last", expected=newest, got=version, fix="count upwards")
+            raise VersionReplay("the version is not newer than the one pushed last", expected=newest, got=version, hint="count upwards")
         tensors = named(named_tensors)
         refuse_reserved(tensors)
         full = full or self._chain.version == NONE or self._snapshot is None
@@ -161,9 +161,9 @@ class DeltaTracker:
         return payload
 
     def _payload(self, version: int, changes: Sequence[Change], full: bool) -> Payload:
-        chain = self._chain
-        lineage = _draw() if chain.broken_off else chain.stream
-        base, base_lineage = (NONE, 0) if full else (chain.version, chain.stream)
+        state = self._chain
+        lineage = _draw() if state.aborted else state.lineage
+        base, base_lineage = (NONE, 0) if full else (state.version, state.lineage)
         return write_payload(
             version, base, changes, lineage=lineage, base_lineage=base_lineage, header=self._header
         )
@@ -188,7 +188,7 @@ class DeltaTracker:
         if self._keep:
             with torch.inference_mode(False), torch.no_grad():
                 self._write(pending)
-        self._chain.move(payload.version, payload.lineage, full=payload.full)
+        self._chain.advance_to(payload.version, payload.lineage, full=payload.full)
         self._pending = None  # last: until then an interrupt leaves it to `rollback`, which starts a new run
 
     def rollback(self) -> None:
@@ -206,9 +206,9 @@ class DeltaTracker:
             [3, 5]
         """
         if self._pending is not None:
-            self._chain.broken_off = True  # first: an interrupt may come between the two
+            self._chain.aborted = True  # first: an interrupt may come between the two
             self._pending = None
-        self._chain.put_back(self._snapshot)
+        self._chain.roll_back(self._snapshot)
 
     def _write(self, pending: _Pending) -> None:
         if pending.payload.full:
@@ -216,7 +216,7 @@ class DeltaTracker:
         if self._snapshot is None:
             raise RuntimeError("a delta has nothing to start from")
         if not pending.payload.full:
-            self._snapshot.settle()
+            self._snapshot.commit()
             return
         values = {change.name: flat_bits(change.values) for change in pending.changes}
         for width, space in self._spaces.items():
@@ -226,7 +226,7 @@ class DeltaTracker:
     def _arrange(self, slots: Slots, device: torch.device) -> None:
         """Make room for the bits of these tensors, unless there is."""
         kept = self._snapshot
-        if kept is not None and not kept.torn and slots == self._slots and device == kept.device:
+        if kept is not None and not kept.inconsistent and slots == self._slots and device == kept.device:
             return
         self._snapshot = None
         by_width: dict[int, list[str]] = {}
@@ -263,7 +263,7 @@ class DeltaTracker:
 def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[int, list[tuple[Tensor, Tensor]]]:
     """Return changed positions and bits by tensor, in order; the space is compared across tensor borders."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for changed in itertools.chain.from_iterable(known.advance(live, width, [(0, int(space.starts[-1]))])):
+    for changed in itertools.chain.from_iterable(known.diff_and_update(live, width, [(0, int(space.starts[-1]))])):
         first, end, positions = changed.first, changed.first + changed.length, changed.listed()
         low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, end))
         edges = (space.starts[low : high + 1] - first).clip(0, changed.length).tolist()

@@ -20,7 +20,7 @@ from dte_dist.kernels.memory import SOME, column, stack
 from dte_dist.kernels.memory import at as _at
 from dte_dist.kernels.memory import lowest as _lowest
 from dte_dist.kernels.memory import ones as _ones
-from dte_dist.kernels.planes import CLASSES, MOST_LOW, ef_size, low_size, padded, words
+from dte_dist.kernels.planes import CLASSES, MOST_LOW, bitmap_bytes, ef_size, low_size, padded
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 from dte_dist.kernels.vector import add_planes as _add_planes
 from dte_dist.kernels.vector import at_distance
@@ -96,7 +96,7 @@ def split_low(values, count, low, stream):
             out[i] = np.uint8((value[i] >> (8 * byte)) & 0xFF)
         for i in range(count, padded(count)):
             out[i] = _U8
-    planes, size = stream + (low >> 3) * padded(count), words(count)
+    planes, size = stream + (low >> 3) * padded(count), bitmap_bytes(count)
     for plane in range(low & 7):
         word, bit = _at(planes + plane * size, _U64), (low & -8) + plane
         for block in range(whole >> 6):
@@ -116,7 +116,7 @@ def join_low(stream, count, low, values):
         part = _at(stream + byte * padded(count), _U8)
         for i in range(count):
             value[i] |= np.int32(part[i]) << np.int32(8 * byte)
-    planes, size, most = stream + (low >> 3) * padded(count), words(count), low & 7
+    planes, size, most = stream + (low >> 3) * padded(count), bitmap_bytes(count), low & 7
     if most:
         for block in range((count + 63) >> 6):
             at = planes + 8 * block
@@ -180,13 +180,13 @@ def choose_planes(classes, count, width, plan):
         for bits in range(shift + 1, CLASSES):
             far += number[bits]
             unary += number[bits] * (min(bits, most) - shift)
-        rest = words(count) + low_size(count, shift) + words(unary) + words(unary - far)
+        rest = bitmap_bytes(count) + low_size(count, shift) + bitmap_bytes(unary) + bitmap_bytes(unary - far)
         if rest >= chosen[4] or unary >> 32:
             continue
         low, places = best_low(far, count)
         spread = low + 1
-        if places >= words(count):
-            spread, places = 0, words(count)
+        if places >= bitmap_bytes(count):
+            spread, places = 0, bitmap_bytes(count)
         if rest + places < chosen[4]:
             chosen[0], chosen[1], chosen[2], chosen[3], chosen[4] = shift, spread, far, unary, rest + places
 
@@ -263,13 +263,13 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
     Return False if there are not `count` parts in exactly so many bits, or one has more than `most`; distances are of no use then.
     """
     distance, sign, place = _at(distances, _I32), _at(signs, _U64), _at(far, _I32)
-    word, end, total = _at(unary, _U64), words(size) >> 3, 0
+    word, end, total = _at(unary, _U64), bitmap_bytes(size) >> 3, 0
     for at in range(end):
         total += _ones(word[at])
     if total != count or (size and word[end - 1] >> np.uint64((size - 1) & 63) != _ONE):
         return False
     low = _at(bits if size > count else unary, _U64)
-    last_word, i, last, longest = max((words(size - count) >> 3) - 1, 0), np.int64(0), np.int64(-1), np.int64(0)
+    last_word, i, last, longest = max((bitmap_bytes(size - count) >> 3) - 1, 0), np.int64(0), np.int64(-1), np.int64(0)
     for block in range(end):
         left = word[block]
         while left != _ZERO:

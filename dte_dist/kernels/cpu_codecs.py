@@ -16,7 +16,7 @@ from dte_dist.kernels import Flat, Tables, again_loops, codec_loops, cpu_remap, 
 from dte_dist.kernels import cpu_arrays as arrays
 from dte_dist.kernels.cpu_arrays import SAMPLES, address
 from dte_dist.kernels.identity import Identity
-from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, low_size, padded, words
+from dte_dist.kernels.planes import CLASSES, Classes, Planes, bitmap_bytes, ef_size, low_size, padded
 from dte_dist.kernels.threads import split
 from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
 
@@ -69,11 +69,11 @@ def distances(old: Tensor, new: Tensor) -> Tensor:
     return out
 
 
-def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
+def patch(index_map: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
     """Write values to where `flat`, a receiver's space, holds them; those that it does not hold are passed over.
 
     Args:
-        remap: tables from the space that the positions count in.
+        index map: tables from the space that the positions count in.
         first: position that they count from.
         positions: int32, ascending; or, with `length`, uint8 that `check_u16` accepts.
         values: one for each: bits of the width of `flat`; distances to move what is there by if `relative`.
@@ -90,10 +90,10 @@ def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Fl
         raise ValueError(f"positions of {len(positions)} elements do not fit {count} values")
     at = address(positions, dtype=torch.int32 if length is None else torch.uint8)
     by, marks = address(values, width=flat.width), touched.ctypes.data
-    tables, there = cpu_remap.tables_at(remap), arrays.bits_table(flat).address
+    tables, there = cpu_remap.tables_at(index_map), arrays.bits_table(flat).address
 
     def part(low: int, high: int) -> bool:
-        entry = int(np.searchsorted(remap.end, first, side="right"))
+        entry = int(np.searchsorted(index_map.end, first, side="right"))
         return remap_loops.patch(sample, width, tables, entry, first, at, blocks, by, low, high, there, marks, relative)
 
     sound = all(split(part, count, least=arrays.RANDOM))
@@ -143,9 +143,9 @@ def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, out: Tensor |
     return touched, split(part, count, least=arrays.RANDOM)
 
 
-def collect(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+def collect(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on: the reverse of `place`."""
-    cpu_remap.copy(remap, first, bits, arrays.bits_table(flat), False)
+    cpu_remap.copy(index_map, first, bits, arrays.bits_table(flat), False)
 
 
 def encode_bitmap(positions: Tensor, length: int) -> Tensor:
@@ -154,7 +154,7 @@ def encode_bitmap(positions: Tensor, length: int) -> Tensor:
     Raises:
         ValueError: positions do not ascend below `length`; not all such are noticed.
     """
-    stream = torch.empty(words(length), dtype=torch.uint8, device="cpu")
+    stream = torch.empty(bitmap_bytes(length), dtype=torch.uint8, device="cpu")
     _set_bits(positions, length, (0, 0), stream.data_ptr(), len(stream))
     return stream
 
@@ -167,7 +167,7 @@ def _set_bits(positions: Tensor, length: int, shape: tuple[int, int], at: int, s
 def decode_bitmap(stream: Tensor, count: int, length: int) -> tuple[Tensor, bool]:
     """Read int32[count] positions, and say whether there are as many, all below `length`."""
     positions = _room(count)
-    sound = codec_loops.get_bits(address(stream, words(length), torch.uint8), words(length), count, 0, 0, length - 1, positions.data_ptr())
+    sound = codec_loops.get_bits(address(stream, bitmap_bytes(length), torch.uint8), bitmap_bytes(length), count, 0, 0, length - 1, positions.data_ptr())
     return positions[:count], sound
 
 
@@ -213,7 +213,7 @@ def split_again(previous: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         previous, positions: int32, ascending.
     """
     size, count = len(previous), len(positions)
-    plane = torch.zeros(words(size), dtype=torch.uint8, device="cpu")
+    plane = torch.zeros(bitmap_bytes(size), dtype=torch.uint8, device="cpu")
     fresh = torch.empty(count, dtype=torch.int32, device="cpu")
     where = address(previous, dtype=torch.int32), size, address(positions, dtype=torch.int32), count
     return plane, fresh[: again_loops.split_again(*where, plane.data_ptr(), fresh.data_ptr())]
@@ -221,7 +221,7 @@ def split_again(previous: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def count_again(plane: Tensor, size: int) -> int:
     """Return how many bits of `size` are set; -1 if one beyond them is."""
-    return again_loops.count_again(address(plane, words(size), torch.uint8), size)
+    return again_loops.count_again(address(plane, bitmap_bytes(size), torch.uint8), size)
 
 
 def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Tensor:
@@ -233,7 +233,7 @@ def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Te
         fresh: int32; the result is in order if these are, and if none of the others is among them.
     """
     positions, room = (torch.empty(count + more, dtype=torch.int32, device="cpu") for more in (0, 5))
-    bits = address(previous, dtype=torch.int32), len(previous), address(plane, words(len(previous)), torch.uint8)
+    bits = address(previous, dtype=torch.int32), len(previous), address(plane, bitmap_bytes(len(previous)), torch.uint8)
     again_loops.join_again(*bits, address(fresh, dtype=torch.int32), len(fresh), positions.data_ptr(), count, room.data_ptr())
     return positions
 
@@ -255,21 +255,21 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     count, values = classes.count, classes.wide.data_ptr()
     room = torch.empty(plan.size + 16, dtype=torch.uint8, device="cpu")
     signs = room.data_ptr()
-    lows = signs + words(count)
+    lows = signs + bitmap_bytes(count)
     places = lows + low_size(count, plan.shift)
     codec_loops.to_magnitudes(values, count, width, signs)
     if plan.shift:
         codec_loops.split_low(values, count, plan.shift, lows)
     far = _room(plan.far)
     if not plan.spread:
-        unary = places + words(count)
+        unary = places + bitmap_bytes(count)
         codec_loops.find_far(values, count, 1 << plan.shift, places, far.data_ptr())
     else:
         unary = places + ef_size(plan.far, count, plan.spread - 1)
-        plane = torch.empty(words(count), dtype=torch.uint8, device="cpu")
+        plane = torch.empty(bitmap_bytes(count), dtype=torch.uint8, device="cpu")
         codec_loops.find_far(values, count, 1 << plan.shift, plane.data_ptr(), far.data_ptr())
         _write_ef(far[: plan.far], count, plan.spread - 1, places, unary - places)
-    bits = unary + words(plan.unary)
+    bits = unary + bitmap_bytes(plan.unary)
     room[bits - signs :].zero_()
     codec_loops.encode_far(values, far.data_ptr(), plan.far, plan.shift, unary, bits - unary, bits)
     return room[: plan.size]
@@ -279,18 +279,18 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
     """Read distances of the dtype of bits, and say whether the stream agrees with `plan`."""
     wide, far = _room(count, zero=True), _room(plan.far)
     values, signs = wide.data_ptr(), address(stream, plan.size, torch.uint8)
-    lows = signs + words(count)
+    lows = signs + bitmap_bytes(count)
     places = lows + low_size(count, plan.shift)
     if plan.shift:
         codec_loops.join_low(lows, count, plan.shift, values)
     codec_loops.to_distances(values, count, signs)
     if not plan.spread:
-        unary = places + words(count)
+        unary = places + bitmap_bytes(count)
         sound = codec_loops.get_bits(places, unary - places, plan.far, 0, 0, count - 1, far.data_ptr())
     else:
         unary = places + ef_size(plan.far, count, plan.spread - 1)
         sound = _read_ef(places, plan.far, count, plan.spread - 1, far.data_ptr())
-    sizes = plan.far, plan.shift, 8 * dtype.itemsize - plan.shift, unary, plan.unary, unary + words(plan.unary)
+    sizes = plan.far, plan.shift, 8 * dtype.itemsize - plan.shift, unary, plan.unary, unary + bitmap_bytes(plan.unary)
     sound = sound and codec_loops.decode_far(values, signs, far.data_ptr(), *sizes)
     return narrow(wide[:count], dtype), sound
 

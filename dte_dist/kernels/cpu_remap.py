@@ -20,11 +20,11 @@ from dte_dist.kernels.threads import split
 __all__ = ["copy", "digest", "fetch", "place", "tables_at", "translate", "warm"]
 
 
-def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+def translate(index_map: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Translate positions of a source's flat space into a receiver's, dropping those it does not hold.
 
     Args:
-        remap: the tables.
+        index map: the tables.
         first: position that the given positions count from.
         positions: int32, ascending.
         bits: one bit pattern per position.
@@ -36,10 +36,10 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     out, kept = torch.empty(count, dtype=torch.int64, device="cpu"), torch.empty_like(bits)
     at, old = arrays.address(positions, dtype=torch.int32), arrays.address(bits, count)
     to, new = out.data_ptr(), kept.data_ptr()
-    table = tables_at(remap)
+    table = tables_at(index_map)
 
     def part(low: int, high: int) -> tuple[int, int]:
-        entry = int(np.searchsorted(remap.end, first + int(positions[low]) if high > low else first, side="right"))
+        entry = int(np.searchsorted(index_map.end, first + int(positions[low]) if high > low else first, side="right"))
         where = (at + 4 * low, old + width * low, high - low, to + 8 * low, new + width * low)
         return low, remap_loops.translate(sample, width, table, entry, first, *where)
 
@@ -49,23 +49,23 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     return out[:found], kept[:found]
 
 
-def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+def place(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy the dense bits of source positions [first, first + len(bits)) to where `flat`, a receiver's space, holds them."""
-    arrays.bump(flat, copy(remap, first, bits, arrays.bits_table(flat), True))
+    arrays.bump(flat, copy(index_map, first, bits, arrays.bits_table(flat), True))
 
 
-def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:
+def fetch(index_map: Tables, first: int, bits: Tensor, array: Tensor) -> None:
     """Copy to `bits` what `array`, a receiver's space in one piece, holds of source positions [first, first + len(bits))."""
-    copy(remap, first, bits, arrays.OneTensor(array).table, False)
+    copy(index_map, first, bits, arrays.OneTensor(array).table, False)
 
 
-def copy(remap: Tables, first: int, bits: Tensor, table: Table, inward: bool) -> np.ndarray:
+def copy(index_map: Tables, first: int, bits: Tensor, table: Table, inward: bool) -> np.ndarray:
     """Copy between dense bits and a table; return which tensors were met."""
     width, sample, touched = bits.element_size(), SAMPLES[bits.dtype], np.zeros(len(table.addresses), np.bool_)
-    at, there, marks = tables_at(remap), bits.data_ptr(), touched.ctypes.data
+    at, there, marks = tables_at(index_map), bits.data_ptr(), touched.ctypes.data
 
     def part(low: int, high: int) -> None:
-        entry = int(np.searchsorted(remap.end, first + low, side="right"))
+        entry = int(np.searchsorted(index_map.end, first + low, side="right"))
         where = (first + low, high - low, there + width * low, table.address)
         remap_loops.place(sample, width, at, entry, *where, marks, inward)
 
@@ -73,11 +73,11 @@ def copy(remap: Tables, first: int, bits: Tensor, table: Table, inward: bool) ->
     return np.flatnonzero(touched)
 
 
-def digest(remap: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
+def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
     """Add the hashes of dense bits, those of source positions from `first` on, to the digests of a receiver's pieces.
 
     Args:
-        remap: the tables; positions that they drop are left out.
+        index map: the tables; positions that they drop are left out.
         first: position of the first.
         bits: one bit pattern for each.
         starts: int64[pieces + 1], ascending: where the receiver's pieces begin.
@@ -87,19 +87,19 @@ def digest(remap: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np
         raise ValueError(f"expected int64 starts and sums of {len(sums)} pieces, got {starts.dtype}[{len(starts)}] and {sums.dtype}")
     if not len(bits) or not len(sums):
         return
-    entry = int(np.searchsorted(remap.end, first, side="right"))
+    entry = int(np.searchsorted(index_map.end, first, side="right"))
     where = (first, len(bits), arrays.address(bits), starts.ctypes.data, len(sums), sums.ctypes.data)
-    digest_loops.digest(SAMPLES[bits.dtype], bits.element_size(), tables_at(remap), entry, *where)
+    digest_loops.digest(SAMPLES[bits.dtype], bits.element_size(), tables_at(index_map), entry, *where)
 
 
 _known: Final[WeakKeyDictionary[Tables, np.ndarray]] = WeakKeyDictionary()
 
 
-def tables_at(remap: Tables) -> int:
-    """Return where the loops find the arrays of a remap: always the same place, whichever thread asks first."""
-    found = _known.get(remap)
+def tables_at(index_map: Tables) -> int:
+    """Return where the loops find the arrays of an index map: always the same place, whichever thread asks first."""
+    found = _known.get(index_map)
     if found is None:  # of two threads that come here at once, one keeps its table, and both return that
-        found = _known.setdefault(remap, np.append(addresses_of(*remap.tables()), len(remap.end)))
+        found = _known.setdefault(index_map, np.append(addresses_of(*index_map.tables()), len(index_map.end)))
     return int(found.ctypes.data)
 
 

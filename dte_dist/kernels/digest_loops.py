@@ -2,7 +2,7 @@
 # ruff: noqa: PLR0917
 """The numba loop that digests elements by where they belong in another space (see `plan.remap` for the tables).
 
-`remap` is the address of the addresses of a Remap's arrays, as in `kernels.remap_loops`. Nothing is compiled at import.
+`remap` is the address of the addresses of an IndexMap's arrays, as in `kernels.remap_loops`. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _add(sample, width, bits, length, position, starts, pieces, sums):
 
 
 @loop
-def digest(sample, width, remap, entry, first, length, bits, starts, pieces, sums):
+def digest(sample, width, index_map, entry, first, length, bits, starts, pieces, sums):
     """Add the hashes of source positions [first, first + length), from entry `entry` on, to the sums of the pieces they belong to."""
-    begin, end, shift, origin = column(remap, BEGIN), column(remap, END), column(remap, SHIFT), column(remap, ORIGIN)
-    axis, axes, extent, segment = column(remap, AXIS), column(remap, AXES), column(remap, EXTENT), column(remap, SEGMENT)
-    low, high, target = column(remap, LOW), column(remap, HIGH), column(remap, TARGET)
-    stop, entries = first + length, at(remap, _I64)[ENTRIES]
+    begin, end, shift, origin = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT), column(index_map, ORIGIN)
+    axis, axes, extent, segment = column(index_map, AXIS), column(index_map, AXES), column(index_map, EXTENT), column(index_map, SEGMENT)
+    low, high, target = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET)
+    stop, entries = first + length, at(index_map, _I64)[ENTRIES]
     while entry < entries and begin[entry] < stop:
         now, until = max(first, begin[entry]), min(stop, end[entry])
         if axes[entry] == 0:
@@ -68,7 +68,7 @@ def digest(sample, width, remap, entry, first, length, bits, starts, pieces, sum
         row = (now - origin[entry]) // extent[inner]
         start = origin[entry] + row * extent[inner]
         while start < until:
-            base = row_start(remap, entry, row)
+            base = row_start(index_map, entry, row)
             if base >= 0:
                 for k in range(segment[inner], segment[inner + 1]):
                     x, y = max(now, start + low[k]), min(until, start + high[k])

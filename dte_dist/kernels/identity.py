@@ -8,7 +8,7 @@ __all__ = ["Identity"]
 
 
 class Identity:
-    """Map the positions of a space of `length` elements to themselves; see `plan.Remap` for the tables.
+    """Map the positions of a space of `length` elements to themselves; see `plan.IndexMap` for the tables.
 
     Example:
         >>> identity = Identity(5)
@@ -22,7 +22,7 @@ class Identity:
         self.extent, self.stride, self.segment, self.low, self.high, self.target = none, none, zero, none, none, none
 
     def tables(self) -> tuple[np.ndarray, ...]:
-        """Return all arrays, in the order of those of `plan.Remap`."""
+        """Return all arrays, in the order of those of `plan.IndexMap`."""
         return (
             self.begin, self.end, self.shift, self.origin, self.axis, self.axes, self.extent, self.stride, self.segment,
             self.low, self.high, self.target,

@@ -12,7 +12,7 @@ import numpy as np
 from numba.extending import register_jitable
 from torch import Tensor
 
-__all__ = ["CLASSES", "MOST_LOW", "Classes", "Planes", "ef_size", "low_size", "padded", "words"]
+__all__ = ["CLASSES", "MOST_LOW", "Classes", "Planes", "bitmap_bytes", "ef_size", "low_size", "padded"]
 
 MOST_LOW: Final = 24
 """Most low bits of a position in a stream of Elias and Fano."""
@@ -61,7 +61,7 @@ def padded(size: int) -> int:
 
 
 @register_jitable
-def words(count: int) -> int:
+def bitmap_bytes(count: int) -> int:
     """Return the bytes of one bit for each of `count` elements, in whole words."""
     return ((count + 63) >> 6) << 3
 
@@ -69,10 +69,10 @@ def words(count: int) -> int:
 @register_jitable
 def low_size(count: int, low: int) -> int:
     """Return the bytes of the `low` lowest bits of `count` integers: whole bytes first, then planes."""
-    return padded(count) * (low >> 3) + words(count) * (low & 7)
+    return padded(count) * (low >> 3) + bitmap_bytes(count) * (low & 7)
 
 
 @register_jitable
 def ef_size(count: int, length: int, low: int) -> int:
     """Return the bytes of `count` positions below `length`, `low` bits of each as they are, the rest in unary."""
-    return low_size(count, low) + words(count + ((length - 1) >> low))
+    return low_size(count, low) + bitmap_bytes(count + ((length - 1) >> low))

@@ -5,7 +5,7 @@
 Positions come sorted, so the entries are walked once. Which positions a receiver holds is as good as random, and a wrong guess costs
 more than the work: so every one is written, and the next is written over it if it was not to be kept.
 
-`remap` is the address of the addresses of a Remap's arrays, in their order, and of the number of entries. Nothing is compiled at import.
+`remap` is the address of the addresses of an IndexMap's arrays, in their order, and of the number of entries. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 BEGIN, END, SHIFT, ORIGIN, AXIS, AXES, EXTENT, STRIDE, SEGMENT, LOW, HIGH, TARGET, ENTRIES = range(13)
-"""Places of a remap's arrays among their addresses, and of the number of entries."""
+"""Places of an index map's arrays among their addresses, and of the number of entries."""
 
 _MOST_AXES: Final = 16
 _U8, _U16, _U32, _U64, _I32, _I64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0), np.int32(0), np.int64(0)
@@ -35,9 +35,9 @@ _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @part
-def _lookup(remap, begin, end, coordinate):
+def _lookup(index_map, begin, end, coordinate):
     """Return the segment among [begin, end) that contains a coordinate, or -1."""
-    low, high = column(remap, LOW), column(remap, HIGH)
+    low, high = column(index_map, LOW), column(index_map, HIGH)
     while begin < end:
         middle = (begin + end) >> 1
         if coordinate < low[middle]:
@@ -50,17 +50,17 @@ def _lookup(remap, begin, end, coordinate):
 
 
 @part
-def row_start(remap, entry, row):
+def row_start(index_map, entry, row):
     """Return the receiver's position of the start of a row of an entry with axes, or -1 if the receiver has no such row."""
-    extent, stride, segment = column(remap, EXTENT), column(remap, STRIDE), column(remap, SEGMENT)
-    low, target = column(remap, LOW), column(remap, TARGET)
-    outer, base = column(remap, AXIS)[entry], column(remap, SHIFT)[entry]
-    for a in range(outer + column(remap, AXES)[entry] - 2, outer - 1, -1):
+    extent, stride, segment = column(index_map, EXTENT), column(index_map, STRIDE), column(index_map, SEGMENT)
+    low, target = column(index_map, LOW), column(index_map, TARGET)
+    outer, base = column(index_map, AXIS)[entry], column(index_map, SHIFT)[entry]
+    for a in range(outer + column(index_map, AXES)[entry] - 2, outer - 1, -1):
         coordinate = row
         if a > outer:
             row = coordinate // extent[a]
             coordinate -= row * extent[a]
-        k = _lookup(remap, segment[a], segment[a + 1], coordinate)
+        k = _lookup(index_map, segment[a], segment[a + 1], coordinate)
         if k < 0:
             return k
         base += (coordinate - low[k] + target[k]) * stride[a]
@@ -68,17 +68,17 @@ def row_start(remap, entry, row):
 
 
 @part
-def _measure(remap, entry, parts):
+def _measure(index_map, entry, parts):
     """Write down the axes of an entry for `_in_rectangle`. Return False if they are not of its kind.
 
     Its kind: the receiver holds one run along each, and all positions are below 2^32. Five uint64 for each, innermost first: 2^64 / extent
     rounded up, or 0 for the outermost; extent; first coordinate held, and how many; elements per step in the receiver's block.
     Before them, the position in the receiver of coordinates that are all 0, which may be below 0.
     """
-    extent, stride, segment = column(remap, EXTENT), column(remap, STRIDE), column(remap, SEGMENT)
-    low, high, target, number = column(remap, LOW), column(remap, HIGH), column(remap, TARGET), at(parts, _U64)
-    first, axes, home = column(remap, AXIS)[entry], column(remap, AXES)[entry], column(remap, SHIFT)[entry]
-    if axes > _MOST_AXES or column(remap, END)[entry] - column(remap, ORIGIN)[entry] >= 1 << 32:
+    extent, stride, segment = column(index_map, EXTENT), column(index_map, STRIDE), column(index_map, SEGMENT)
+    low, high, target, number = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET), at(parts, _U64)
+    first, axes, home = column(index_map, AXIS)[entry], column(index_map, AXES)[entry], column(index_map, SHIFT)[entry]
+    if axes > _MOST_AXES or column(index_map, END)[entry] - column(index_map, ORIGIN)[entry] >= 1 << 32:
         return False
     for a in range(axes):
         this, here = first + axes - 1 - a, 5 * a + 1
@@ -133,18 +133,18 @@ def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept
 
 
 @part
-def _in_rows(sample, remap, entry, offset, positions, bits, count, out, kept):
+def _in_rows(sample, index_map, entry, offset, positions, bits, count, out, kept):
     """Translate positions of an entry with any runs along its axes, row by row. Return how many are kept."""
-    extent, segment = column(remap, EXTENT), column(remap, SEGMENT)
-    low, high, target = column(remap, LOW), column(remap, HIGH), column(remap, TARGET)
+    extent, segment = column(index_map, EXTENT), column(index_map, SEGMENT)
+    low, high, target = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET)
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
-    inner = column(remap, AXIS)[entry] + column(remap, AXES)[entry] - 1
+    inner = column(index_map, AXIS)[entry] + column(index_map, AXES)[entry] - 1
     length, last = extent[inner], segment[inner + 1] - 1
     found = i = _I64
     while i < count:
         row = (position[i] + offset) // length
         start = row * length - offset
-        stop, base, k = until(positions, i, count, start + length), row_start(remap, entry, row), segment[inner]
+        stop, base, k = until(positions, i, count, start + length), row_start(index_map, entry, row), segment[inner]
         i = stop if base < 0 else i
         while i < stop:
             coordinate = position[i] - start
@@ -168,14 +168,14 @@ def _shift(sample, width, distance, positions, bits, count, out, kept):
 
 
 @part
-def _translate(sample, width, remap, entry, first, positions, bits, count, out, kept):
+def _translate(sample, width, index_map, entry, first, positions, bits, count, out, kept):
     """Translate sorted int32 positions, counted from `first`, from entry `entry` on; keep the bits of those that have a home.
 
     Return how many were kept, and an entry from which later positions may go on.
     """
-    begin, end, shift = column(remap, BEGIN), column(remap, END), column(remap, SHIFT)
-    origin, axes = column(remap, ORIGIN), column(remap, AXES)
-    found, i, entries, parts = _I64, _I64, at(remap, _I64)[ENTRIES], stack()
+    begin, end, shift = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT)
+    origin, axes = column(index_map, ORIGIN), column(index_map, AXES)
+    found, i, entries, parts = _I64, _I64, at(index_map, _I64)[ENTRIES], stack()
     while i < count and entry < entries:
         i = until(positions, i, count, begin[entry] - first)
         if i == count:
@@ -185,8 +185,8 @@ def _translate(sample, width, remap, entry, first, positions, bits, count, out, 
         if axes[entry] == 0:
             found += _shift(sample, width, first + shift[entry], here, old, stop - i, to, new)
         elif stop > i:
-            if not _measure(remap, entry, parts):
-                found += _in_rows(sample, remap, entry, offset, here, old, stop - i, to, new)
+            if not _measure(index_map, entry, parts):
+                found += _in_rows(sample, index_map, entry, offset, here, old, stop - i, to, new)
             elif axes[entry] == 2:
                 found += _in_plane(sample, parts, offset, here, old, stop - i, to, new)
             else:
@@ -198,9 +198,9 @@ def _translate(sample, width, remap, entry, first, positions, bits, count, out, 
 
 
 @loop
-def translate(sample, width, remap, entry, first, positions, bits, count, out, kept):
+def translate(sample, width, index_map, entry, first, positions, bits, count, out, kept):
     """Do what `_translate` does. Return how many were kept."""
-    return _translate(sample, width, remap, entry, first, positions, bits, count, out, kept)[0]
+    return _translate(sample, width, index_map, entry, first, positions, bits, count, out, kept)[0]
 
 
 @part
@@ -251,16 +251,16 @@ def _write_here(sample, width, live, positions, values, count, relative):
 
 
 @loop
-def patch(sample, width, remap, entry, first, positions, blocks, values, low, high, table, touched, relative):
+def patch(sample, width, index_map, entry, first, positions, blocks, values, low, high, table, touched, relative):
     """Translate positions [low, high) and write their values, or move what is there by them, in the tensors of a table.
 
     Positions are int32, or a stream of codec u16 of some `blocks`; they are taken in parts that stay in the first cache. Most such parts
     become neighbours in one tensor, and are written straight there. Return whether all positions were within the table.
     """
     starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
-    begin, end, shift, axes = column(remap, BEGIN), column(remap, END), column(remap, SHIFT), column(remap, AXES)
+    begin, end, shift, axes = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT), column(index_map, AXES)
     homes, kept, unpacked, some = stack(), stack() + 8 * SOME, stack() + 16 * SOME, positions
-    entries, total, index, missing = at(remap, _I64)[ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64
+    entries, total, index, missing = at(index_map, _I64)[ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64
     block, left = _seek(positions, blocks, low)
     for done in range(low, high, SOME):
         size, theirs = min(SOME, high - done), values + width * done
@@ -282,21 +282,21 @@ def patch(sample, width, remap, entry, first, positions, blocks, values, low, hi
                 live = addresses[index] + (first + moves - starts[index]) * width
                 _write_here(sample, width, live, some, theirs, size, relative)
                 continue
-        found, entry = _translate(sample, width, remap, entry, first, some, theirs, size, homes, kept)
+        found, entry = _translate(sample, width, index_map, entry, first, some, theirs, size, homes, kept)
         missing += found - scatter_values(sample, width, table, homes, kept, found, relative, touched, np.int64(0))
     return missing == 0
 
 
 @loop
-def place(sample, width, remap, entry, first, length, bits, table, touched, inward):
+def place(sample, width, index_map, entry, first, length, bits, table, touched, inward):
     """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them (inward), or back.
 
     Tensors that are met are marked as touched.
     """
-    begin, end, shift, origin = column(remap, BEGIN), column(remap, END), column(remap, SHIFT), column(remap, ORIGIN)
-    axis, axes, extent, segment = column(remap, AXIS), column(remap, AXES), column(remap, EXTENT), column(remap, SEGMENT)
-    low, high, target = column(remap, LOW), column(remap, HIGH), column(remap, TARGET)
-    stop, entries = first + length, at(remap, _I64)[ENTRIES]
+    begin, end, shift, origin = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT), column(index_map, ORIGIN)
+    axis, axes, extent, segment = column(index_map, AXIS), column(index_map, AXES), column(index_map, EXTENT), column(index_map, SEGMENT)
+    low, high, target = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET)
+    stop, entries = first + length, at(index_map, _I64)[ENTRIES]
     while entry < entries and begin[entry] < stop:
         now, until = max(first, begin[entry]), min(stop, end[entry])
         if axes[entry] == 0:
@@ -308,7 +308,7 @@ def place(sample, width, remap, entry, first, length, bits, table, touched, inwa
         row = (now - origin[entry]) // extent[inner]
         start = origin[entry] + row * extent[inner]
         while start < until:
-            base = row_start(remap, entry, row)
+            base = row_start(index_map, entry, row)
             if base >= 0:
                 for k in range(segment[inner], segment[inner + 1]):
                     x, y = max(now, start + low[k]), min(until, start + high[k])

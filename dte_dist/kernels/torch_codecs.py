@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dte_dist.kernels import Flat, Tables, torch_ops, torch_remap
-from dte_dist.kernels.planes import CLASSES, Classes, Planes, ef_size, words
+from dte_dist.kernels.planes import CLASSES, Classes, Planes, bitmap_bytes, ef_size
 
 __all__ = [
     "add", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances",
@@ -59,12 +59,12 @@ def widen(distances: Tensor) -> Tensor:
     return _signed(distances).to(torch.int32)
 
 
-def patch(remap: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
+def patch(index_map: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
     """Write values to where `flat`, a receiver's space, holds them, or move what is there by them. Waits as what it calls."""
     if length is not None:
         stream, positions = positions, torch.empty(len(values), dtype=torch.int32, device=positions.device)
         torch_ops.decode_u16(stream, len(values), length, positions)
-    where = torch_remap.translate(remap, first, positions, values)
+    where = torch_remap.translate(index_map, first, positions, values)
     (scatter_add if relative else torch_ops.scatter)(flat, *where)
 
 
@@ -93,10 +93,10 @@ def take(view: Tensor, positions: Tensor) -> Tensor:
     return view.view(-1)[positions] if view.is_contiguous() else view[torch_ops.coordinates(positions, view.shape)]
 
 
-def collect(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+def collect(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on."""
     here = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
-    there, which = torch_remap.translate(remap, first, here, here)
+    there, which = torch_remap.translate(index_map, first, here, here)
     bits[which.to(torch.int64)] = moved(flat, there, torch.zeros(len(there), dtype=bits.dtype, device=bits.device))
 
 
@@ -182,18 +182,18 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
 
 def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) -> tuple[Tensor, Tensor]:
     """Read distances of the dtype of bits, and say whether the stream agrees with `plan`; safe for any bytes."""
-    at = words(count)
+    at = bitmap_bytes(count)
     negative = _unpacked(stream[:at])[:count]
     lows, used = _joined(stream[at:], count, plan.shift)
     at += used
     if not plan.spread:
-        end = at + words(count)
+        end = at + bitmap_bytes(count)
         far, sound = decode_bitmap(stream[at:end], plan.far, count)
     else:
         end = at + ef_size(plan.far, count, plan.spread - 1)
         far, sound = decode_ef(stream[at:end], plan.far, count, plan.spread - 1)
     far = far.to(torch.int64).clamp_(0, count - 1)
-    at, end = end, end + words(plan.unary)
+    at, end = end, end + bitmap_bytes(plan.unary)
     parts, agrees = _high_parts(stream[at:end], stream[end:], plan, 8 * dtype.itemsize - plan.shift)
     high = torch.zeros(count, dtype=torch.int64, device=stream.device)
     high[far] = parts
@@ -271,7 +271,7 @@ def _padded(stream: Tensor, multiple: int = 8) -> Tensor:
 
 def _plane(places: Tensor, count: int) -> Tensor:
     """Return words of bits, those at `places` set."""
-    flags = torch.zeros(8 * words(count), dtype=torch.uint8, device=places.device)
+    flags = torch.zeros(8 * bitmap_bytes(count), dtype=torch.uint8, device=places.device)
     flags[places.to(torch.int64)] = 1
     return _packed(flags)
 
@@ -300,7 +300,7 @@ def _ranks(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _split(values: Tensor, low: int) -> list[Tensor]:
     """Return the `low` lowest bits of integers: whole bytes as streams of bytes, then a plane of words for each further bit."""
     streams = [_padded(((values >> shift) & 0xFF).to(torch.uint8)) for shift in range(0, low & -8, 8)]
-    room = torch.zeros(8 * words(len(values)), dtype=torch.uint8, device=values.device)
+    room = torch.zeros(8 * bitmap_bytes(len(values)), dtype=torch.uint8, device=values.device)
     for bit in range(low & -8, low):
         room[: len(values)] = (values >> bit) & 1
         streams.append(_packed(room))
@@ -312,8 +312,8 @@ def _joined(stream: Tensor, count: int, low: int) -> tuple[Tensor, int]:
     values, at = torch.zeros(count, dtype=torch.int64, device=stream.device), 0
     for bit in range(low):
         if bit >= low & -8:
-            values |= _unpacked(stream[at : at + words(count)])[:count].to(torch.int64) << bit
-            at += words(count)
+            values |= _unpacked(stream[at : at + bitmap_bytes(count)])[:count].to(torch.int64) << bit
+            at += bitmap_bytes(count)
         elif bit % 8 == 0:
             values |= stream[at : at + count].to(torch.int64) << bit
             at += count + -count % 8

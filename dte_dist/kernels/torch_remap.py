@@ -1,7 +1,7 @@
 """The kernels of translation with plain torch ops, for tensors of any device; no host synchronisation but for a count.
 
 Entries differ in their number of axes: the axes are gone through from the innermost outwards, and an entry that has none left sits out.
-The tables of a remap are copied to a device once.
+The tables of an index map are copied to a device once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dte_dist.kernels import Flat, Tables, torch_ops
 __all__ = ["digest", "fetch", "place", "translate"]
 
 
-def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+def translate(index_map: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     """Translate positions of a source's flat space into a receiver's; see `kernels.cpu_remap.translate`."""
-    tables = _tables(remap, positions.device)
+    tables = _tables(index_map, positions.device)
     at = positions.to(torch.int64) + first
     entry = torch.searchsorted(tables.end, at, right=True).clamp_(max=len(tables.end) - 1)
     held = (at >= tables.begin[entry]) & (at < tables.end[entry])
@@ -39,22 +39,22 @@ def translate(remap: Tables, first: int, positions: Tensor, bits: Tensor) -> tup
     return target[kept], bits[kept]
 
 
-def place(remap: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+def place(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy dense bits to where a receiver's space holds them; see `kernels.cpu_remap.place`."""
     positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
-    torch_ops.scatter(flat, *translate(remap, first, positions, bits))
+    torch_ops.scatter(flat, *translate(index_map, first, positions, bits))
 
 
-def fetch(remap: Tables, first: int, bits: Tensor, array: Tensor) -> None:
+def fetch(index_map: Tables, first: int, bits: Tensor, array: Tensor) -> None:
     """Copy to `bits` what an array holds of a source's positions; see `kernels.cpu_remap.fetch`."""
     positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
-    there, here = translate(remap, first, positions, positions)
+    there, here = translate(index_map, first, positions, positions)
     bits[here.to(torch.int64)] = array[there]
 
 
-def digest(remap: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
+def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
     """Add the hashes of dense bits to the digests of a receiver's pieces; see `kernels.cpu_remap.digest`. Waits once more for the sums."""
-    positions, kept = translate(remap, first, torch.arange(len(bits), dtype=torch.int32, device=bits.device), bits)
+    positions, kept = translate(index_map, first, torch.arange(len(bits), dtype=torch.int32, device=bits.device), bits)
     bounds = torch.from_numpy(starts).to(bits.device, non_blocking=True)
     piece = torch.searchsorted(bounds, positions, right=True) - 1
     wide = kept.to(torch.int64)  # without the sign of narrower bits
@@ -64,7 +64,7 @@ def digest(remap: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np
 
 
 class _DeviceTables:
-    """The tables of a remap on one device, with one more axis of length one that entries without axes can point to.
+    """The tables of an index map on one device, with one more axis of length one that entries without axes can point to.
 
     Attributes:
         inner: [entries] innermost axis of each.
@@ -72,18 +72,18 @@ class _DeviceTables:
         none: the additional axis.
     """
 
-    def __init__(self, remap: Tables, device: torch.device) -> None:
+    def __init__(self, index_map: Tables, device: torch.device) -> None:
         def column(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        self.begin, self.end, self.shift, self.origin = map(column, (remap.begin, remap.end, remap.shift, remap.origin))
-        self.axes, self.inner = column(remap.axes), column(remap.axis + remap.axes - 1)
-        self.extent, self.stride = column(np.append(remap.extent, 1)), column(np.append(remap.stride, 0))
-        self.low, self.high, self.target = map(column, (remap.low, remap.high, remap.target))
-        self.depth, self.none = int(remap.axes.max(initial=0)), len(remap.extent)
-        owner = np.repeat(np.arange(len(remap.extent)), np.diff(remap.segment))
-        self._span = int(remap.extent.max(initial=0)) + 1
-        self._owner, self._keys = column(owner), column(owner * self._span + remap.low)
+        self.begin, self.end, self.shift, self.origin = map(column, (index_map.begin, index_map.end, index_map.shift, index_map.origin))
+        self.axes, self.inner = column(index_map.axes), column(index_map.axis + index_map.axes - 1)
+        self.extent, self.stride = column(np.append(index_map.extent, 1)), column(np.append(index_map.stride, 0))
+        self.low, self.high, self.target = map(column, (index_map.low, index_map.high, index_map.target))
+        self.depth, self.none = int(index_map.axes.max(initial=0)), len(index_map.extent)
+        owner = np.repeat(np.arange(len(index_map.extent)), np.diff(index_map.segment))
+        self._span = int(index_map.extent.max(initial=0)) + 1
+        self._owner, self._keys = column(owner), column(owner * self._span + index_map.low)
 
     def look_up(self, axis: Tensor, coordinate: Tensor) -> tuple[Tensor, Tensor]:
         """Find coordinates in the segments of their axes: whether there, and the coordinate in the receiver."""
@@ -96,8 +96,8 @@ class _DeviceTables:
 _known: Final[WeakKeyDictionary[Tables, dict[torch.device, _DeviceTables]]] = WeakKeyDictionary()
 
 
-def _tables(remap: Tables, device: torch.device) -> _DeviceTables:
-    on_devices = _known.setdefault(remap, {})
+def _tables(index_map: Tables, device: torch.device) -> _DeviceTables:
+    on_devices = _known.setdefault(index_map, {})
     if device not in on_devices:
-        on_devices[device] = _DeviceTables(remap, device)
+        on_devices[device] = _DeviceTables(index_map, device)
     return on_devices[device]

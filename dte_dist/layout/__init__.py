@@ -8,7 +8,7 @@ from dte_dist.layout.blocks import Block, Cut, Run, Runs, chunk_bounds, cut_bloc
 from dte_dist.layout.devices import StandIns, brought_home, home_of, one_device
 from dte_dist.layout.dtypes import DTYPES
 from dte_dist.layout.layout import Layout
-from dte_dist.layout.local import LocalTensors
+from dte_dist.layout.local import LiveTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.names import Rename, Select, canonical_name
 from dte_dist.layout.overlaps import refuse_overlaps, refuse_shared
@@ -23,7 +23,7 @@ __all__ = [
     "Cut",
     "Entry",
     "Layout",
-    "LocalTensors",
+    "LiveTensors",
     "Manifest",
     "MeshSpec",
     "Placement",

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1
-from dte_dist.layout.local import LocalTensors
+from dte_dist.layout.local import LiveTensors
 
 __all__ = ["CopyCheck", "Counted", "is_clone", "only_here"]
 
@@ -49,7 +49,7 @@ class CopyCheck:
         is_settled: whether `refuse` has found nothing to refuse: it need not be asked again.
     """
 
-    def __init__(self, made: LocalTensors, clones: Sequence[int]) -> None:
+    def __init__(self, made: LiveTensors, clones: Sequence[int]) -> None:
         self._versions = made.versions()
         self._clones = frozenset(index for index in clones if made.numels[index])
         self.is_settled = False
@@ -71,17 +71,17 @@ class CopyCheck:
             first = min(self._clones)
             raise LayoutMismatch(
                 "torch cloned the tensor for a state dict, so no training step reaches it",
-                slot=names[first],
+                tensor=names[first],
                 got=f"{len(self._clones)} such tensors, none of them written to since the Layout was made",
-                fix="pass the module itself, to the call or to Layout.from_module",
+                hint="pass the module itself, to the call or to Layout.from_module",
             )
         alone = [index for index in idle if only_here(items, index)]
         if alone and len(alone) == np.count_nonzero(numels):
             raise LayoutMismatch(
                 "nobody holds the tensor but the Layout, so no training step reaches it",
-                slot=names[alone[0]],
+                tensor=names[alone[0]],
                 got=f"{len(alone)} such tensors, none of them written to since the Layout was made",
-                fix="build the Layout of the tensors that the optimizer writes to, or pass the module; "
+                hint="build the Layout of the tensors that the optimizer writes to, or pass the module; "
                 "hold tensors that are to stay as they are",
             )
         if alone:
@@ -108,8 +108,8 @@ class CopyCheck:
 
 
 def _warn(what: str, name: str) -> None:
-    fix = "give the module, or the tensors that the optimizer writes to"
-    warnings.warn(f"{what} [slot {name!r}]. If they are trained, they are copies: {fix}.", stacklevel=2)
+    hint = "give the module, or the tensors that the optimizer writes to"
+    warnings.warn(f"{what} [slot {name!r}]. If they are trained, they are copies: {hint}.", stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from dte_dist.layout.blocks import Block, cut_block
 from dte_dist.layout.dtypes import dtype_name
 from dte_dist.layout.flattened import FlatView
 from dte_dist.layout.placement import WHOLE, Entry, MeshSpec, Placement
-from dte_dist.layout.sharding import ShardSpec, cuts_of, order_of
+from dte_dist.layout.sharding import ShardSpec, chunking_of, order_of
 from dte_dist.layout.spots import Region
 
-__all__ = ["Describer", "settled"]
+__all__ = ["EntryBuilder", "wait_collective"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class _Place:
     local_shape: tuple[int, ...]
 
 
-def settled(tensor: Tensor) -> Tensor:
+def wait_collective(tensor: Tensor) -> Tensor:
     """Return the tensor behind a collective that is still on its way, waiting for it; others as they are."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-class Describer:
+class EntryBuilder:
     """Make entries from tensors; numbers the meshes it meets and decodes each placement once.
 
     Attributes:
@@ -73,8 +73,8 @@ class Describer:
         _refuse_unusable(name, local)
         if local.shape != place.local_shape and (local.numel() or 0 not in place.local_shape):
             raise LayoutMismatch(
-                "the local tensor has another shape than its placement gives it", slot=name, expected=place.local_shape,
-                got=tuple(local.shape), fix="build the DTensor with distribute_tensor, or state its region with Layout.from_views",
+                "the local tensor has another shape than its placement gives it", tensor=name, expected=place.local_shape,
+                got=tuple(local.shape), hint="build the DTensor with distribute_tensor, or state its region with Layout.from_views",
             )  # fmt: skip
         if local.dtype is torch.complex128:
             return _as_pairs(name, shape, place.placement)
@@ -87,19 +87,19 @@ class Describer:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
         if is_lazy(tensor):
-            raise LayoutMismatch("the parameter has no shape yet", slot=name, fix="run one forward of the lazy module first")
+            raise LayoutMismatch("the parameter has no shape yet", tensor=name, hint="run one forward of the lazy module first")
         if isinstance(given, Region):
             number = None if given.mesh is None else self.number_of(given.mesh)
             place = _Place(Placement(number, block=given.block), given.block.shape)
-            return given.full_shape, place, settled(tensor)
+            return given.full_shape, place, wait_collective(tensor)
         if isinstance(given, ShardSpec):
-            return given.full_shape, self._place(name, given.full_shape, given.mesh, given.placements), settled(tensor)
+            return given.full_shape, self._place(name, given.full_shape, given.mesh, given.placements), wait_collective(tensor)
         if isinstance(tensor, DTensor):
             spec, shape = tensor._spec, tuple(tensor.shape)
             order, decode = order_of(spec)
-            return shape, self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode), settled(tensor._local_tensor)
+            return shape, self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode), wait_collective(tensor._local_tensor)
         shape = tuple(tensor.shape)
-        return shape, self._place(name, shape, None, ()), settled(tensor)
+        return shape, self._place(name, shape, None, ()), wait_collective(tensor)
 
     def _place(
         self,
@@ -122,7 +122,7 @@ class Describer:
         number = self.number_of(mesh)
         spec, coordinate = self.meshes[number], self.coordinates[number]
         order, decode = rules
-        cuts = cuts_of(name, shape, spec.shape, placements, shard_order=order, decode=decode)
+        cuts = chunking_of(name, shape, spec.shape, placements, shard_order=order, decode=decode)
         local_shape = (0,) if coordinate is None else cut_block(shape, spec.shape, coordinate, cuts).shape
         return _Place(Placement(number, cuts), local_shape)
 
@@ -148,18 +148,18 @@ def _refuse_unusable(name: str, local: Tensor) -> None:
     """Refuse a local tensor whose bits are not there, or not its own."""
     if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__ or local.layout is not torch.strided:
         kind = f"{type(local).__name__} of layout {local.layout}"
-        raise LayoutMismatch(f"a {kind} is not one array of elements", slot=name, fix="give the tensors inside it under names of their own")
+        raise LayoutMismatch(f"a {kind} is not one array of elements", tensor=name, hint="give the tensors inside it under names of their own")
     if local.device.type == "meta":
-        raise LayoutMismatch("a tensor on the meta device has no data", slot=name, fix="materialise the module first with to_empty(...)")
+        raise LayoutMismatch("a tensor on the meta device has no data", tensor=name, hint="materialise the module first with to_empty(...)")
     if local.is_conj() or local.is_neg():
-        fix = "call resolve_conj() and resolve_neg()"
-        raise LayoutMismatch("the bits of a lazy conjugate or negative are not its values", slot=name, fix=fix)
+        hint = "call resolve_conj() and resolve_neg()"
+        raise LayoutMismatch("the bits of a lazy conjugate or negative are not its values", tensor=name, hint=hint)
     if not local.numel():
         return
     if not local.data_ptr():
-        raise LayoutMismatch("the storage of the tensor has been freed", slot=name, fix="take it from its module after reshard()")
+        raise LayoutMismatch("the storage of the tensor has been freed", tensor=name, hint="take it from its module after reshard()")
     if 0 in (steps := local.stride()) and any(step == 0 and size > 1 for step, size in zip(steps, local.shape, strict=True)):
-        raise LayoutMismatch("elements of an expanded tensor share memory", slot=name, fix="make it an array of its own with contiguous()")
+        raise LayoutMismatch("elements of an expanded tensor share memory", tensor=name, hint="make it an array of its own with contiguous()")
 
 
 def _as_pairs(name: str, shape: tuple[int, ...], placement: Placement) -> Entry:

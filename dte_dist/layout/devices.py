@@ -102,9 +102,9 @@ def _refuse_devices(devices: Sequence[torch.device], names: Sequence[str], what:
     others = [(name, device) for name, device in zip(names, devices, strict=True) if device != most]
     shown = ", ".join(f"{name!r} on {device}" for name, device in others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-    fix = f"move them to {most}, or leave them out with select="
+    hint = f"move them to {most}, or leave them out with select="
     got = f"{shown}{more}, the other {devices.count(most)} on {most}"
-    raise LayoutMismatch(f"the tensors of this rank {what}", slot=others[0][0], got=got, fix=fix)
+    raise LayoutMismatch(f"the tensors of this rank {what}", tensor=others[0][0], got=got, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,7 +42,7 @@ def dtype_name(slot: str, dtype: torch.dtype) -> str:
     if name is None:
         raise LayoutMismatch(
             f"elements of {dtype} cannot be sent: quantised types and types below a byte have no bits of their own",
-            slot=slot,
-            fix="give the integers and scales behind it as tensors of their own, or leave it out with select",
+            tensor=slot,
+            hint="give the integers and scales behind it as tensors of their own, or leave it out with select",
         )
     return name

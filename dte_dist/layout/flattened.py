@@ -105,8 +105,8 @@ class FlatUnit:
         """Return the range of this rank, which shares its version counter with the FlatParameter."""
         unit = self.unit()
         if unit is None:
-            fix = "keep a reference to it, or build a new layout"
-            raise LayoutMismatch("the module of this layout no longer exists", fix=fix)
+            hint = "keep a reference to it, or build a new layout"
+            raise LayoutMismatch("the module of this layout no longer exists", hint=hint)
         return fsdp1.flat_parameter(unit).detach()
 
     def twins(self) -> Iterator[tuple[int, Tensor]]:
@@ -153,7 +153,7 @@ def _whole(name: str, original: fsdp1.Original, mirror: MeshSpec | None) -> Regi
     block = local_block(name, spec) if fsdp1.is_placed(spec) else None
     if block is None or block.shape != original.shape:
         what = "FullyShardedDataParallel flattened an unknown part of a tensor"
-        raise LayoutMismatch(what, slot=name, got=spec, fix="shard the module with fully_shard")
+        raise LayoutMismatch(what, tensor=name, got=spec, hint="shard the module with fully_shard")
     replicated = all(isinstance(placement, Replicate) for placement in spec.placements)
     return Region(tuple(spec.shape), block, spec.mesh if mirror is None and replicated else mirror)
 
@@ -170,7 +170,7 @@ def _refuse_gaps(name: str, original: fsdp1.Original) -> None:
         if original.shape[dim] > 1 and original.strides[dim] != stride and 0 not in original.shape:
             raise LayoutMismatch(
                 "the parameter was no array without gaps when FullyShardedDataParallel flattened it",
-                slot=name,
+                tensor=name,
                 got=f"shape {original.shape}, strides {original.strides}",
-                fix="make it contiguous() before the module is wrapped",
+                hint="make it contiguous() before the module is wrapped",
             )

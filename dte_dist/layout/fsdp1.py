@@ -159,8 +159,8 @@ def reshard(unit: FullyShardedDataParallel) -> None:
             write_back()
         except RuntimeError as error:
             what = f"a parameter was replaced by a tensor that torch cannot take over: {error}"
-            fix = "write to parameters of FullyShardedDataParallel in place, or inside of summon_full_params"
-            raise LayoutMismatch(what, fix=fix) from error
+            hint = "write to parameters of FullyShardedDataParallel in place, or inside of summon_full_params"
+            raise LayoutMismatch(what, hint=hint) from error
         _reshard(unit, handle)
 
 
@@ -238,5 +238,5 @@ def _of(owner: Any, name: str) -> Any:
         raise LayoutMismatch(
             f"this torch keeps FullyShardedDataParallel in another way: {keeper} has no {name}",
             got=f"torch {torch.__version__}",
-            fix="use a version of torch that dte_dist was tested with, or shard the module with fully_shard",
+            hint="use a version of torch that dte_dist was tested with, or shard the module with fully_shard",
         ) from error

@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.copies import CopyCheck, Counted
-from dte_dist.layout.describe import Describer, settled
+from dte_dist.layout.describe import EntryBuilder, wait_collective
 from dte_dist.layout.devices import home_of
 from dte_dist.layout.flattened import FlatUnit, FlatView, beside
-from dte_dist.layout.local import LocalTensors
+from dte_dist.layout.local import LiveTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree, is_trained
 from dte_dist.layout.names import NameRule, Rename, Select, canonical_name, refuse_duplicates, refuse_unencodable
 from dte_dist.layout.placement import Entry
 from dte_dist.layout.sharding import ShardSpec
-from dte_dist.layout.spots import Spot, spots_of_shards, spots_of_tensors, spots_of_views
+from dte_dist.layout.spots import TensorRef, refs_of_shards, refs_of_tensors, refs_of_views
 
 __all__ = ["Layout"]
 
@@ -55,25 +55,25 @@ class Layout:
         (['bias', 'weight'], [(2,), (2, 3)])
     """
 
-    def __init__(self, source: _Follower | Iterable[Spot], *, partial: bool = False) -> None:
+    def __init__(self, source: _ModuleWatcher | Iterable[TensorRef], *, partial: bool = False) -> None:
         self.is_partial = partial
-        self._follow = source if isinstance(source, _Follower) else None
-        self._spots = sorted(source, key=lambda spot: spot.order)
-        self._homes = [(spot.holder, spot.key) for spot in self._spots]
-        self._names = [spot.name for spot in self._spots]
+        self._follow = source if isinstance(source, _ModuleWatcher) else None
+        self._spots = sorted(source, key=lambda ref: ref.order)
+        self._homes = [(ref.container, ref.key) for ref in self._spots]
+        self._names = [ref.name for ref in self._spots]
         refuse_unencodable(self._names)
-        self._describer = Describer()
-        self._units: Sequence[FlatUnit] = source.units if isinstance(source, _Follower) else ()
+        self._describer = EntryBuilder()
+        self._units: Sequence[FlatUnit] = source.units if isinstance(source, _ModuleWatcher) else ()
         for unit in self._units:
             for mesh in unit.meshes:  # whose ranks train together, also where no entry says so
                 self._describer.number_of(mesh)
         self._objects = self._resolve()
         self._beside = beside(self._objects) if self._units else {}
-        entries = [self._describer.entry(spot.name, found, spot.given) for spot, found in zip(self._spots, self._objects, strict=True)]
+        entries = [self._describer.entry(ref.name, found, ref.declared) for ref, found in zip(self._spots, self._objects, strict=True)]
         local = _locals(self._objects)
-        read = LocalTensors.of(local)
+        read = LiveTensors.of(local)
         self._before = read.forget()
-        clones = [index for index, spot in enumerate(self._spots) if spot.is_clone]
+        clones = [index for index, ref in enumerate(self._spots) if ref.is_clone]
         self._copies = CopyCheck(read, clones) if self._follow is None else None
         self._device: torch.device | None = None
         self._away: Sequence[int] = ()
@@ -103,7 +103,7 @@ class Layout:
             'head.weight'
         """
         tree, rule = ModuleTree(module), NameRule.of(select, rename)
-        layout = cls(_Follower(tree, rule), partial=select is not None)
+        layout = cls(_ModuleWatcher(tree, rule), partial=select is not None)
         if not layout._spots and (left := tree.tensors()):
             rule.refuse_no_match([found.name for found in left])
         return layout
@@ -130,7 +130,7 @@ class Layout:
         """
         items = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         rule = NameRule.of(select, rename)
-        layout = cls(spots_of_tensors(items, rule), partial=select is not None)
+        layout = cls(refs_of_tensors(items, rule), partial=select is not None)
         if not layout._spots and items:
             rule.refuse_no_match([canonical_name(name) for name, _ in items])
         return layout
@@ -151,7 +151,7 @@ class Layout:
             >>> dte_dist.Layout.from_shards([("w", torch.zeros(2, 3), dte_dist.ShardSpec((2, 3), None, ()))]).manifest.block(0, ()).shape
             (2, 3)
         """
-        return cls(spots_of_shards(shards), partial=partial)
+        return cls(refs_of_shards(shards), partial=partial)
 
     @classmethod
     def from_views(cls, views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]], *, partial: bool = False) -> Layout:
@@ -174,7 +174,7 @@ class Layout:
             >>> layout.manifest.block(0, ()).runs
             (((2, 2),), ((0, 4),))
         """
-        return cls(spots_of_views(views), partial=partial)
+        return cls(refs_of_views(views), partial=partial)
 
     def tensors(self) -> list[Tensor]:
         """Return the local tensors as they are now, in the order of the manifest's entries.
@@ -195,7 +195,7 @@ class Layout:
         """
         return list(self.read().live.tensors)
 
-    def read(self) -> LocalTensors:
+    def read(self) -> LiveTensors:
         """Return what `tensors` does, and what was learnt on the way; on one device, see `layout.devices`.
 
         Example:
@@ -209,7 +209,7 @@ class Layout:
         replaced = [] if all(map(is_, objects, self._objects)) else _differing(map(is_not, objects, self._objects))
         for index in replaced:
             self._check(index, objects[index])
-        read = LocalTensors.of(objects, _locals)
+        read = LiveTensors.of(objects, _locals)
         local = list(read.tensors)
         moved = read.changed_since(self._before).tolist()
         for index in moved:
@@ -246,8 +246,8 @@ class Layout:
             True
         """
         return [
-            found.home if isinstance(found, FlatView) else (id(holder), key)
-            for (holder, key), found in zip(self._homes, self._objects, strict=True)
+            found.home if isinstance(found, FlatView) else (id(container), key)
+            for (container, key), found in zip(self._homes, self._objects, strict=True)
         ]
 
     def is_trained(self) -> bool:
@@ -300,10 +300,10 @@ class Layout:
 
     def _counted(self) -> Counted:
         """Return elements and version counters of the local tensors, which nothing holds when it is done."""
-        read = LocalTensors.of(self._objects, _locals)
+        read = LiveTensors.of(self._objects, _locals)
         return read.numels, read.versions()
 
-    def _follow_module(self, follow: _Follower) -> None:
+    def _follow_module(self, follow: _ModuleWatcher) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""
         if not follow.changed():
             return
@@ -314,30 +314,30 @@ class Layout:
 
     def _resolve(self) -> list[Any]:
         try:
-            return [holder[key] for holder, key in self._homes]
+            return [container[key] for container, key in self._homes]
         except KeyError:
-            gone = next(spot for spot in self._spots if spot.key not in spot.holder)
-            raise LayoutMismatch("the module no longer has this tensor", slot=gone.name, fix=_REOPEN) from None
+            gone = next(ref for ref in self._spots if ref.key not in ref.container)
+            raise LayoutMismatch("the module no longer has this tensor", tensor=gone.name, hint=_REOPEN) from None
 
     def _check(self, index: int, found: Any) -> None:
         """Describe a tensor again and compare it with its entry."""
-        spot, expected = self._spots[index], self.manifest.entries[index]
+        ref, expected = self._spots[index], self.manifest.entries[index]
         if not isinstance(found, Tensor | FlatView):
-            raise LayoutMismatch("the module no longer has this tensor", slot=spot.name, got=found, fix=_REOPEN)
-        entry = self._describer.entry(spot.name, found, spot.given)
+            raise LayoutMismatch("the module no longer has this tensor", tensor=ref.name, got=found, hint=_REOPEN)
+        entry = self._describer.entry(ref.name, found, ref.declared)
         _refuse_difference(expected, entry)
         device = _locals([found])[0].device.type
         if device != self._device_types[index]:
             what = "the tensor moved to another kind of device"
-            raise LayoutMismatch(what, slot=spot.name, expected=self._device_types[index], got=device, fix=_REOPEN)
+            raise LayoutMismatch(what, tensor=ref.name, expected=self._device_types[index], got=device, hint=_REOPEN)
 
     def _check_ties(self, objects: Sequence[Any], local: Sequence[Tensor]) -> None:
         ties = Manifest.build((), (), _ties(self.manifest.entries, objects, local)).ties
         if ties != self.manifest.ties:
-            raise LayoutMismatch("other tensors share storage than before", expected=self.manifest.ties, got=ties, fix=_REOPEN)
+            raise LayoutMismatch("other tensors share storage than before", expected=self.manifest.ties, got=ties, hint=_REOPEN)
 
 
-class _Follower:
+class _ModuleWatcher:
     """Find the tensors of a module by the names that a rule gives them, and notice when the module changed."""
 
     __slots__ = ("_rule", "_tree")
@@ -346,14 +346,14 @@ class _Follower:
         self._tree = tree
         self._rule = rule
 
-    def __iter__(self) -> Iterator[Spot]:
+    def __iter__(self) -> Iterator[TensorRef]:
         ruled = ((self._rule(found.name), found) for found in self._tree.tensors())
         named = [(slot, found) for slot, found in ruled if slot is not None]
         refuse_duplicates(slot for slot, _ in named)
         for slot, found in named:
             for key in found.keys:
-                view = found.holder[key]
-                yield Spot(slot, found.holder, key, view.region if isinstance(view, FlatView) else None)
+                view = found.container[key]
+                yield TensorRef(slot, found.container, key, view.region if isinstance(view, FlatView) else None)
 
     @property
     def units(self) -> Sequence[FlatUnit]:
@@ -375,24 +375,24 @@ class _Follower:
         """Return for each (dict, key) that holds a tensor whether it is a buffer of the module."""
         module = self.module()
         owned = set() if module is None else {id(child._buffers) for child in module.modules()}
-        return [id(holder) in owned for holder, _ in homes]
+        return [id(container) in owned for container, _ in homes]
 
-    def again(self) -> _Follower:
+    def again(self) -> _ModuleWatcher:
         """Return a follower of the module as it is now."""
         module = self.module()
         if module is None:
             raise LayoutMismatch(
                 "the module of this layout no longer exists",
-                fix="keep a reference to the module, or build a new Layout",
+                hint="keep a reference to the module, or build a new Layout",
             )
-        return _Follower(ModuleTree(module), self._rule)
+        return _ModuleWatcher(ModuleTree(module), self._rule)
 
 
 def _locals(objects: Sequence[Any]) -> list[Tensor]:
     if not set(map(type, objects)) <= _PLAIN:
         flats: dict[FlatUnit, Tensor] = {}
         objects = [_local(found, flats) for found in objects]
-    return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(settled, objects))
+    return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(wait_collective, objects))
 
 
 def _local(found: Any, flats: dict[FlatUnit, Tensor]) -> Any:
@@ -429,7 +429,7 @@ def _ties(entries: Sequence[Entry], objects: Sequence[Any], local: Sequence[Tens
         for name in names:
             if regions[name] != count:
                 what = f"{' and '.join(names)} share the memory of some regions and not of others"
-                raise LayoutMismatch(what, slot=name, fix="let them share all of their memory, or none of it")
+                raise LayoutMismatch(what, tensor=name, hint="let them share all of their memory, or none of it")
     return list(groups)
 
 
@@ -445,14 +445,14 @@ def _refuse_difference(expected: Entry, got: Entry) -> None:
     for what in ("shape", "dtype", "placement"):
         before, now = getattr(expected, what), getattr(got, what)
         if before != now:
-            raise LayoutMismatch(f"the tensor has another {what} than before", slot=expected.name, expected=before, got=now, fix=_REOPEN)
+            raise LayoutMismatch(f"the tensor has another {what} than before", tensor=expected.name, expected=before, got=now, hint=_REOPEN)
 
 
 def _raise_changed(before: Manifest, now: Manifest) -> None:
     """Raise for the first way in which a module became another one."""
     mine, theirs = ({entry.name: entry for entry in manifest.entries} for manifest in (before, now))
     for name in sorted(mine.keys() ^ theirs.keys()):
-        raise LayoutMismatch("a tensor of the module came or went", slot=name, fix=_REOPEN)
+        raise LayoutMismatch("a tensor of the module came or went", tensor=name, hint=_REOPEN)
     for name, entry in mine.items():
         _refuse_difference(entry, theirs[name])
-    raise LayoutMismatch("the meshes or tied tensors of the module changed", expected=before.ties, got=now.ties, fix=_REOPEN)
+    raise LayoutMismatch("the meshes or tied tensors of the module changed", expected=before.ties, got=now.ties, hint=_REOPEN)

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from dte_dist.layout.devices import StandIns
 
-__all__ = ["LocalTensors"]
+__all__ = ["LiveTensors"]
 
 _CPU: Final = torch.device("cpu")
 
-_TOGETHER: Final = 256
+_BATCH: Final = 256
 """Tensors that are asked for one thing after the other, while they are in the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalTensors:
+class LiveTensors:
     """Local tensors in the order of a manifest's entries.
 
     Attributes:
@@ -41,7 +41,7 @@ class LocalTensors:
             the tensor that it stands beside.
 
     Example:
-        >>> local = LocalTensors.of([torch.zeros(2, 3), torch.zeros(2, 3).t()])
+        >>> local = LiveTensors.of([torch.zeros(2, 3), torch.zeros(2, 3).t()])
         >>> local.numels.tolist(), local.contiguous.tolist()
         ([6, 6], [True, False])
     """
@@ -54,10 +54,10 @@ class LocalTensors:
     device: torch.device = _CPU
     stand_ins: StandIns | None = None
     twins: Sequence[tuple[int, Tensor]] = ()
-    _live: LocalTensors | None = None
+    _live: LiveTensors | None = None
 
     @classmethod
-    def of(cls, objects: Sequence[Any], unwrap: Callable[[Sequence[Any]], list[Tensor]] = list) -> LocalTensors:
+    def of(cls, objects: Sequence[Any], unwrap: Callable[[Sequence[Any]], list[Tensor]] = list) -> LiveTensors:
         """Ask each tensor all but its device.
 
         Args:
@@ -68,8 +68,8 @@ class LocalTensors:
         addresses, numels, contiguous = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
         tensors: list[Tensor] = []
         dtypes: list[torch.dtype] = []
-        for first in range(0, count, _TOGETHER):
-            here = slice(first, min(first + _TOGETHER, count))
+        for first in range(0, count, _BATCH):
+            here = slice(first, min(first + _BATCH, count))
             some = unwrap(objects[here])
             addresses[here] = list(map(Tensor.data_ptr, some))
             numels[here] = list(map(Tensor.numel, some))
@@ -78,18 +78,18 @@ class LocalTensors:
             tensors += some
         return cls(tensors, addresses, numels, contiguous, dtypes)
 
-    def some(self, indices: np.ndarray) -> LocalTensors:
+    def some(self, indices: np.ndarray) -> LiveTensors:
         """Return some of them, by their indices, without asking them again."""
         tensors, dtypes = ([column[index] for index in indices.tolist()] for column in (self.tensors, self.dtypes))
         addresses, numels, contiguous = (column[indices] for column in (self.addresses, self.numels, self.contiguous))
-        return LocalTensors(tensors, addresses, numels, contiguous, dtypes, self.device)
+        return LiveTensors(tensors, addresses, numels, contiguous, dtypes, self.device)
 
     @property
-    def live(self) -> LocalTensors:
+    def live(self) -> LiveTensors:
         """The tensors themselves, not what stands for some of them: what a caller holds, and may write to."""
         return self if self._live is None else self._live
 
-    def at_home(self, away: Sequence[int]) -> LocalTensors:
+    def at_home(self, away: Sequence[int]) -> LiveTensors:
         """Return them with stand-ins for those that are not on `device`, by their indices."""
         stand_ins = StandIns.of(self.tensors, away, self.device)
         tensors, addresses, contiguous = list(self.tensors), self.addresses.copy(), self.contiguous.copy()
@@ -108,11 +108,11 @@ class LocalTensors:
         """Return how often this rank wrote to the `live` tensors, where it wrote to these so often."""
         return writes if self.stand_ins is None else self.stand_ins.own_writes(writes)
 
-    def forget(self) -> LocalTensors:
+    def forget(self) -> LiveTensors:
         """Return the columns alone: what is kept between syncs must not keep memory alive."""
         return replace(self, tensors=(), twins=())
 
-    def changed_since(self, before: LocalTensors) -> np.ndarray:
+    def changed_since(self, before: LiveTensors) -> np.ndarray:
         """Return the indices of tensors that are not where, or not as, they were before; both have the same number."""
         same = (self.addresses == before.addresses) & (self.numels == before.numels) & (self.contiguous == before.contiguous)
         if self.dtypes != before.dtypes:

@@ -60,7 +60,7 @@ class Manifest:
         if placement.mesh is None:
             return self._cached(entry, (), ())
         if len(coordinates) != len(self.meshes):
-            raise LayoutMismatch("a rank needs one coordinate per mesh", slot=entry.name, expected=len(self.meshes), got=len(coordinates))
+            raise LayoutMismatch("a rank needs one coordinate per mesh", tensor=entry.name, expected=len(self.meshes), got=len(coordinates))
         coordinate = coordinates[placement.mesh]
         return None if coordinate is None else self._cached(entry, self.meshes[placement.mesh].shape, tuple(coordinate))
 
@@ -71,7 +71,7 @@ class Manifest:
             try:
                 block = self._blocks[key] = cut_block(entry.shape, mesh_shape, coordinate, entry.placement.cuts)
             except ValueError as error:
-                raise LayoutMismatch(str(error), slot=entry.name) from error
+                raise LayoutMismatch(str(error), tensor=entry.name) from error
         return block
 
     def to_bytes(self) -> bytes:

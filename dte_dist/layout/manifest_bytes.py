@@ -68,7 +68,7 @@ def unpack(data: bytes) -> tuple[Entries, Meshes, Ties]:
         return _parts(json.loads(_inflated(data)))
     except (ValueError, TypeError, KeyError, RecursionError, zlib.error) as error:
         what = f"the bytes of a manifest are damaged: {str(error)[:400]}"
-        raise LayoutMismatch(what, fix="run one version of dte_dist on all ranks") from error
+        raise LayoutMismatch(what, hint="run one version of dte_dist on all ranks") from error
 
 
 def _geometry(shape: tuple[int, ...], dtype: str, placement: Placement) -> list[Any]:
@@ -169,7 +169,7 @@ def _check_order(entries: Entries) -> None:
 def _check_strings(items: list[Any]) -> None:
     if set(map(type, items)) - {str}:
         raise ValueError("a name is no string")
-    "".join(items).encode()  # raises at half a letter, which JSON can spell
+    "".join(items).encode()  # raises at half a inline payload, which JSON can spell
 
 
 def _list(item: Any, length: int | None = None) -> list[Any]:

@@ -41,7 +41,7 @@ class Found:
     """
 
     name: str
-    holder: Any
+    container: Any
     keys: Sequence[Any]
 
 
@@ -131,29 +131,29 @@ class ModuleTree:
         for wrapper in filter(None, (reference() for reference in self._wrappers)):
             if fsdp1.is_in_use(wrapper):
                 what = "FullyShardedDataParallel is in a pass or summoned, so what is registered is a copy"
-                fix = "call this after forward, backward and summon_full_params, not inside of them"
-                raise LayoutMismatch(what, slot=self._first_in(wrapper), fix=fix)
+                hint = "call this after forward, backward and summon_full_params, not inside of them"
+                raise LayoutMismatch(what, tensor=self._first_in(wrapper), hint=hint)
         for unit in self.units:
             flat = unit.unit()
             if flat is None:
                 continue
             if fsdp1.has_moved(flat):
                 what = "FullyShardedDataParallel was moved or cast after a forward: the next one undoes that"
-                fix = "move or cast the module before its first forward"
-                raise LayoutMismatch(what, slot=self._first_in(flat), fix=fix)
+                hint = "move or cast the module before its first forward"
+                raise LayoutMismatch(what, tensor=self._first_in(flat), hint=hint)
             fsdp1.reshard(flat)
 
     def _refuse_unsharded(self, info: Any) -> None:
         raise LayoutMismatch(
             "the parameter stays unsharded after reshard(), so what is registered is a copy",
-            slot=self._prefix_of(id(info.module)) + info.param_name,
-            fix="call this after forward and backward, not inside of them",
+            tensor=self._prefix_of(id(info.module)) + info.param_name,
+            hint="call this after forward and backward, not inside of them",
         )
 
     def _first_in(self, module: nn.Module) -> str:
         """Return the name of a flattened parameter in a module of the tree, for messages."""
         prefix = self._prefix_of(id(module))
-        flat = [found.name for found in self.tensors() if isinstance(found.holder[found.keys[0]], FlatView)]
+        flat = [found.name for found in self.tensors() if isinstance(found.container[found.keys[0]], FlatView)]
         return next((name for name in flat if name.startswith(prefix)), prefix)
 
     def _prefix_of(self, owner: int) -> str:
@@ -206,5 +206,5 @@ def _refuse_flattened(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter that FSDP1 flattened, but not in a unit of this module."""
     if fsdp1.is_flattened(parameter):
         what = "FullyShardedDataParallel flattened the parameter: what is registered is a part without shape"
-        fix = "pass the FullyShardedDataParallel module, not what it wraps; tie parameters within a unit only"
-        raise LayoutMismatch(what, slot=name, fix=fix)
+        hint = "pass the FullyShardedDataParallel module, not what it wraps; tie parameters within a unit only"
+        raise LayoutMismatch(what, tensor=name, hint=hint)

@@ -107,8 +107,8 @@ class NameRule:
         said = "a function" if self.patterns is None else ", ".join(map(repr, self.patterns)) or "no patterns"
         shown = ", ".join(f"{name!a}" for name in names[:_SHOWN])
         shown += f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        fix = "choose from these names; a rank that has none of the tensors passes an empty torch.nn.Module()"
-        raise ValueError(f"select= chooses no tensor: it is {said}, and the names are {shown}. Way out: {fix}.")
+        hint = "choose from these names; a rank that has none of the tensors passes an empty torch.nn.Module()"
+        raise ValueError(f"select= chooses no tensor: it is {said}, and the names are {shown}. Hint: {hint}.")
 
 
 def refuse_duplicates(names: Iterable[str]) -> None:
@@ -120,7 +120,7 @@ def refuse_duplicates(names: Iterable[str]) -> None:
     repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         shown = ", ".join(map(repr, repeated[:8])) + (f" and {len(repeated) - 8} more" if len(repeated) > 8 else "")
-        raise LayoutMismatch(f"several tensors have the same name: {shown}", fix="tell them apart with rename, or use select")
+        raise LayoutMismatch(f"several tensors have the same name: {shown}", hint="tell them apart with rename, or use select")
 
 
 def refuse_unencodable(names: Iterable[str]) -> None:

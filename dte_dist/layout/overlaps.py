@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout.local import LocalTensors
+from dte_dist.layout.local import LiveTensors
 
 __all__ = ["refuse_overlaps", "refuse_shared"]
 
@@ -37,9 +37,9 @@ def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     last = -1
     for index in held:
         if last >= 0 and _clash(tensors[last], tensors[index]):
-            fix = "give them memory of their own, or tie them whole on sources and receivers"
+            hint = "give them memory of their own, or tie them whole on sources and receivers"
             what = f"a receiver keeps {names[last]} and {names[index]} in memory that overlaps"
-            raise LayoutMismatch(what, slot=names[last], fix=fix)
+            raise LayoutMismatch(what, tensor=names[last], hint=hint)
         if last < 0 or (tensors[index].is_contiguous() and _end(tensors[index]) > _end(tensors[last])):
             last = index
 
@@ -67,8 +67,8 @@ def refuse_shared(names: Sequence[str], trained: Sequence[Tensor], received: Seq
         begin, end = _span(tensor) if tensor.numel() else (0, 0)
         before = int(np.searchsorted(begins, end)) - 1
         if before >= 0 and reach[before] > begin:
-            fix = "give into= memory of its own, or leave what is shared out with select=: it is in step already"
-            raise LayoutMismatch("into= shares memory with the module", slot=name, fix=fix)
+            hint = "give into= memory of its own, or leave what is shared out with select=: it is in step already"
+            raise LayoutMismatch("into= shares memory with the module", tensor=name, hint=hint)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def _are_apart(tensors: Sequence[Tensor]) -> bool:
     """Return whether all tensors are contiguous and none begins before another ends, which is so for nearly every module."""
-    local = LocalTensors.of(tensors)
+    local = LiveTensors.of(tensors)
     order = np.argsort(local.addresses, kind="stable")
     begins = local.addresses[order]
     ends = begins + (local.numels * np.fromiter(map(Tensor.element_size, tensors), np.int64, len(tensors)))[order]

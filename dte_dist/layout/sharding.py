@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.blocks import Block, Cut, cut_block
 
-__all__ = ["ShardSpec", "cuts_of", "local_block", "order_of"]
+__all__ = ["ShardSpec", "chunking_of", "local_block", "order_of"]
 
 _REDISTRIBUTE = "turn it into Shard or Replicate placements first with redistribute(...)"
 
@@ -57,7 +57,7 @@ class ShardSpec:
             raise ValueError(f"a mesh of {dimensions} dimensions needs as many placements, not {self.placements}")
 
 
-def cuts_of(
+def chunking_of(
     slot: str,
     shape: Sequence[int],
     mesh_shape: Sequence[int],
@@ -81,7 +81,7 @@ def cuts_of(
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
-        >>> cuts_of("w", (7, 3), (2, 4), (Replicate(), Shard(-1)))
+        >>> chunking_of("w", (7, 3), (2, 4), (Replicate(), Shard(-1)))
         (Cut(dim=1, mesh_dim=1, split_factor=1),)
     """
     given = [_cut(slot, len(shape), mesh_dim, placement) for mesh_dim, placement in enumerate(placements)]
@@ -116,10 +116,10 @@ def local_block(slot: str, spec: Any) -> Block:
     shape, coordinate = tuple(spec.shape), spec.mesh.get_coordinate()
     if coordinate is None:
         what = "this rank is not in the mesh of a tensor that it holds"
-        fix = "shard the module on a mesh that this rank is in"
-        raise LayoutMismatch(what, slot=slot, got=spec.mesh, fix=fix)
+        hint = "shard the module on a mesh that this rank is in"
+        raise LayoutMismatch(what, tensor=slot, got=spec.mesh, hint=hint)
     order, decode = order_of(spec)
-    cuts = cuts_of(slot, shape, spec.mesh.shape, spec.placements, shard_order=order, decode=decode)
+    cuts = chunking_of(slot, shape, spec.mesh.shape, spec.placements, shard_order=order, decode=decode)
     return cut_block(shape, spec.mesh.shape, coordinate, cuts)
 
 
@@ -129,10 +129,10 @@ def _cut(slot: str, dimensions: int, mesh_dim: int, placement: Any) -> Cut | Non
     # Up to torch 2.10 a _StridedShard is a Shard and since then it is not: only its attribute tells them apart on both.
     if type(placement) is not Shard and not hasattr(placement, "split_factor"):
         what = "holds a sum that is not reduced yet" if placement.is_partial() else "is not known"
-        raise LayoutMismatch(f"placement {placement} {what}", slot=slot, fix=_REDISTRIBUTE)
+        raise LayoutMismatch(f"placement {placement} {what}", tensor=slot, hint=_REDISTRIBUTE)
     dim = placement.dim + dimensions if placement.dim < 0 else placement.dim
     if not 0 <= dim < dimensions:
-        raise LayoutMismatch(f"placement {placement} shards a dimension that is not there", slot=slot, got=f"{dimensions} dimensions")
+        raise LayoutMismatch(f"placement {placement} shards a dimension that is not there", tensor=slot, got=f"{dimensions} dimensions")
     return Cut(dim, mesh_dim, int(getattr(placement, "split_factor", 1)))
 
 
@@ -155,14 +155,14 @@ def _literal(slot: str, cuts: Sequence[Cut], size: int, mesh_shape: Sequence[int
     if cuts[-1].split_factor > 1:
         raise LayoutMismatch(
             "a _StridedShard without a Shard of the same dimension to its right does not say where its pieces lie",
-            slot=slot, got=tuple(placements), fix=_REDISTRIBUTE,
+            tensor=slot, got=tuple(placements), hint=_REDISTRIBUTE,
         )  # fmt: skip
     for cut in cuts:
         parts = mesh_shape[cut.mesh_dim]
         if size % (parts * cut.split_factor):
             raise LayoutMismatch(
                 "split factors that belong to no order of the mesh dimensions need a size that divides evenly",
-                slot=slot, got=f"{tuple(placements)} on a mesh {tuple(mesh_shape)}", fix=_REDISTRIBUTE,
+                tensor=slot, got=f"{tuple(placements)} on a mesh {tuple(mesh_shape)}", hint=_REDISTRIBUTE,
             )  # fmt: skip
         size //= parts
     return list(cuts)

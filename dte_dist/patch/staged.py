@@ -22,7 +22,7 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.change.flat import FlatTensors
 from dte_dist.codec import Segment
-from dte_dist.plan.remap import Remap
+from dte_dist.plan.remap import IndexMap
 
 __all__ = ["StagedPatch", "Target"]
 
@@ -33,11 +33,11 @@ class Target:
 
     Attributes:
         flat: its local tensors.
-        remaps: by source, the tables from that source's space to this one.
+        index maps: by source, the tables from that source's space to this one.
     """
 
     flat: FlatTensors
-    remaps: Mapping[int, Sequence[Remap]]
+    index_maps: Mapping[int, Sequence[IndexMap]]
 
     @cached_property
     def _is_aliased(self) -> bool:
@@ -48,23 +48,23 @@ class Target:
 
         Where a source position has two homes, and on the p2p route an element two positions, that takes two tables.
         """
-        return self._is_aliased or sum(remap.meets(first, first + length) for remap in self.remaps.get(source, ())) > 1
+        return self._is_aliased or sum(index_map.meets(first, first + length) for index_map in self.index_maps.get(source, ())) > 1
 
     def place(self, source: int, first: int, bits: Tensor) -> None:
         """Write dense bits of positions from `first` on of a source's space."""
-        for remap in self.remaps.get(source, ()):
-            kernels.remaps_on(self.flat.device).place(remap, first, bits.to(self.flat.device), self.flat)
+        for index_map in self.index_maps.get(source, ()):
+            kernels.remaps_on(self.flat.device).place(index_map, first, bits.to(self.flat.device), self.flat)
 
     def holds(self, source: int, first: int, length: int) -> bool:
         """Return whether something of positions [first, first + length) of a source's space may be held here."""
-        return any(remap.meets(first, first + length) for remap in self.remaps.get(source, ()))
+        return any(index_map.meets(first, first + length) for index_map in self.index_maps.get(source, ()))
 
     def resolve(self, source: int, first: int, distances: Tensor) -> Tensor:
         """Turn dense distances of positions from `first` on of a source's space into bits; what is not held here is of any value."""
         codecs, distances = kernels.codecs_on(self.flat.device), distances.to(self.flat.device)
         bits = torch.zeros_like(distances)
-        for remap in self.remaps.get(source, ()):
-            codecs.collect(remap, first, bits, self.flat)
+        for index_map in self.index_maps.get(source, ()):
+            codecs.collect(index_map, first, bits, self.flat)
         return codecs.add(bits, distances)
 
     def patch(self, source: int, segment: Segment) -> None:
@@ -73,17 +73,17 @@ class Target:
             raise ValueError("a whole segment is placed, not patched")
         device, length = self.flat.device, segment.length if segment.packed else None
         positions, values = segment.positions.to(device), segment.values.to(device)
-        for remap in self.remaps.get(source, ()):
-            if remap.meets(segment.first, segment.first + segment.length):
+        for index_map in self.index_maps.get(source, ()):
+            if index_map.meets(segment.first, segment.first + segment.length):
                 patch = kernels.codecs_on(device).patch
-                patch(remap, segment.first, positions, values, self.flat, relative=segment.relative, length=length)
+                patch(index_map, segment.first, positions, values, self.flat, relative=segment.relative, length=length)
 
     def as_bits(self, source: int, segment: Segment) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield positions of this space and bits for the distances of a segment, once for every table of the source that has some."""
         device = self.flat.device
         positions, distances = segment.unpacked().to(device), segment.values.to(device)
-        for remap in self.remaps.get(source, ()):
-            where = kernels.remaps_on(device).translate(remap, segment.first, positions, distances)
+        for index_map in self.index_maps.get(source, ()):
+            where = kernels.remaps_on(device).translate(index_map, segment.first, positions, distances)
             if len(where[0]):
                 yield where[0], kernels.codecs_on(device).moved(self.flat, *where)
 
@@ -100,7 +100,7 @@ class StagedPatch:
 
     sparse: list[tuple[int, int, Segment]] = field(default_factory=list)
     dense: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
-    settled: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    absolute: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, target: Target, source: int, segment: Segment) -> None:
         """Stage one segment of a source's space, whose tensors must stay as they are until `clear`."""
@@ -111,7 +111,7 @@ class StagedPatch:
             values = target.resolve(source, segment.first, values) if segment.relative else values
             self.dense.append((width, source, segment.first, values))
         elif segment.relative and target.may_repeat(source, segment.first, segment.length):
-            self.settled += [(width, *changes) for changes in target.as_bits(source, segment)]
+            self.absolute += [(width, *changes) for changes in target.as_bits(source, segment)]
         else:
             self.sparse.append((width, source, segment))
 
@@ -119,7 +119,7 @@ class StagedPatch:
         """Write everything into the live tensors."""
         for width, source, segment in self.sparse:
             targets[width].patch(source, segment)
-        for width, positions, bits in self.settled:
+        for width, positions, bits in self.absolute:
             flat = targets[width].flat
             kernels.on(flat.device).scatter(flat, positions, bits)
         for width, source, first, bits in self.dense:
@@ -129,12 +129,12 @@ class StagedPatch:
         """Forget everything."""
         self.sparse.clear()
         self.dense.clear()
-        self.settled.clear()
+        self.absolute.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is staged; frames, of which most of it is views, count once."""
-        tensors = [bits for *_, bits in self.dense] + [tensor for _, *changes in self.settled for tensor in changes]
+        tensors = [bits for *_, bits in self.dense] + [tensor for _, *changes in self.absolute for tensor in changes]
         tensors += [part for *_, segment in self.sparse for part in (segment.positions, segment.values) if part is not None]
         memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(memory.values())

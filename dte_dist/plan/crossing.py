@@ -12,15 +12,15 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.change.flat import starts_of
 from dte_dist.layout import Block
-from dte_dist.plan.remap import build_remaps
+from dte_dist.plan.remap import build_index_maps
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
 
-__all__ = ["Crossing", "spread"]
+__all__ = ["BatchedIndexMap", "repeat_per_part"]
 
 _WINDOW: Final = 1 << 30
 
 
-class Crossing:
+class BatchedIndexMap:
     """Translate positions in blocks on one side into positions in the flat space of the blocks on the other.
 
     Args:
@@ -32,7 +32,7 @@ class Crossing:
         starts: int64[len(target) + 1], where each block of the target begins in its flat space.
 
     Example:
-        >>> crossing = Crossing(2, [Block.whole((4,)), Block.whole((3,))], [(0, Block.rectangle((2,), (2,))), (1, Block.whole((3,)))])
+        >>> crossing = BatchedIndexMap(2, [Block.whole((4,)), Block.whole((3,))], [(0, Block.rectangle((2,), (2,))), (1, Block.whole((3,)))])
         >>> positions = [torch.tensor([1, 3]), torch.tensor([2])]
         >>> [found.tolist() for found, _ in crossing.translate([0, 1], positions, torch.zeros(3, dtype=torch.int16))]
         [[1, 4]]
@@ -42,7 +42,7 @@ class Crossing:
         sides = list(enumerate(source)), list(target)
         begin, self.starts = (starts_of([block.numel for _, block in blocks]) for blocks in sides)
         self._begin, self._total = torch.from_numpy(begin[:-1].copy()), int(begin[-1])
-        self._remaps = build_remaps(*(_space(width, blocks) for blocks in sides))
+        self._remaps = build_index_maps(*(_space(width, blocks) for blocks in sides))
 
     def translate(self, numbers: Sequence[int], positions: Sequence[Tensor], bits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield int64 positions in the target's flat space, and their bits; what no block of the target holds is dropped.
@@ -52,20 +52,20 @@ class Crossing:
             positions: of each: int32 or int64, strictly ascending, on one device.
             bits: an integer of any width for each position.
         """
-        flat = torch.cat(list(positions)).to(torch.int64) + spread(self._begin[torch.tensor(numbers)], positions)
+        flat = torch.cat(list(positions)).to(torch.int64) + repeat_per_part(self._begin[torch.tensor(numbers)], positions)
         translate = kernels.remaps_on(flat.device).translate
         for first, here in _windows(flat, self._total):
             relative = (flat[here] - first).to(torch.int32)
-            for remap in self._remaps:
-                if remap.meets(first, min(first + _WINDOW, self._total)):
-                    yield translate(remap, first, relative, bits[here])
+            for index_map in self._remaps:
+                if index_map.meets(first, min(first + _WINDOW, self._total)):
+                    yield translate(index_map, first, relative, bits[here])
 
 
-def spread(values: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def repeat_per_part(values: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Return values[n] for each element of part n, on the device of the parts.
 
     Example:
-        >>> spread(torch.tensor([7, 9]), [torch.zeros(2), torch.zeros(1)]).tolist()
+        >>> repeat_per_part(torch.tensor([7, 9]), [torch.zeros(2), torch.zeros(1)]).tolist()
         [7, 7, 9]
     """
     counts = [len(part) for part in parts]

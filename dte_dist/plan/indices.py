@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.layout import Block
-from dte_dist.plan.remap import Remap, build_remaps
+from dte_dist.plan.remap import IndexMap, build_index_maps
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
 
 __all__ = ["remap_delta_indices"]
@@ -46,24 +46,24 @@ def remap_delta_indices(indices: Tensor, source: Block, receiver: Block) -> tupl
     """
     _check(indices, source, receiver)
     indices = indices.detach().contiguous()
-    remap = _remap(source, receiver)
-    if remap is None:
+    index_map = _remap(source, receiver)
+    if index_map is None:
         nothing = torch.empty(0, dtype=torch.int64, device=indices.device)
         return nothing, nothing.clone()
-    if len(remap.begin) == 1 and not remap.axes[0]:
-        first, last = (_below(indices, int(border)) for border in (remap.begin[0], remap.end[0]))
-        positions = indices[first:last].to(torch.int64) + int(remap.shift[0])
+    if len(index_map.begin) == 1 and not index_map.axes[0]:
+        first, last = (_below(indices, int(border)) for border in (index_map.begin[0], index_map.end[0]))
+        positions = indices[first:last].to(torch.int64) + int(index_map.shift[0])
         return positions, torch.arange(first, last, dtype=torch.int64, device=indices.device)
-    parts = [_translated(remap, *window) for window in _windows(indices, source.numel)]
+    parts = [_translated(index_map, *window) for window in _windows(indices, source.numel)]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([positions for positions, _ in parts]), torch.cat([kept for _, kept in parts])
 
 
 @lru_cache(maxsize=1024)
-def _remap(source: Block, receiver: Block) -> Remap | None:
+def _remap(source: Block, receiver: Block) -> IndexMap | None:
     spaces = (FlatSpace.of(8, Pieces.of([Piece(0, 0, block)])) for block in (source, receiver))
-    return next(iter(build_remaps(*spaces)), None)
+    return next(iter(build_index_maps(*spaces)), None)
 
 
 def _check(indices: Tensor, source: Block, receiver: Block) -> None:
@@ -90,7 +90,7 @@ def _windows(indices: Tensor, numel: int) -> Iterator[tuple[int, int, Tensor]]:
         place = end
 
 
-def _translated(remap: Remap, first: int, place: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+def _translated(index_map: IndexMap, first: int, place: int, indices: Tensor) -> tuple[Tensor, Tensor]:
     relative = (indices - first if first else indices).to(torch.int32)
     places = torch.arange(place, place + len(indices), dtype=torch.int64, device=indices.device)
-    return kernels.remaps_on(indices.device).translate(remap, first, relative, places)
+    return kernels.remaps_on(indices.device).translate(index_map, first, relative, places)

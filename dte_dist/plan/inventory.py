@@ -8,7 +8,7 @@ import numpy as np
 
 from dte_dist.layout import Coordinates, Entry, Manifest, Placement
 from dte_dist.plan.space import BlockTable, Pieces
-from dte_dist.plan.ties import tied_entries
+from dte_dist.plan.ties import aliased_entries
 
 __all__ = ["Inventory"]
 
@@ -67,7 +67,7 @@ class _Columns:
     """
 
     def __init__(self, manifest: Manifest, slots: Sequence[int]) -> None:
-        tied = tied_entries(manifest)
+        tied = aliased_entries(manifest)
         order = sorted((index for index in range(len(slots)) if tied[index] == index), key=slots.__getitem__)
         geometries: dict[tuple[tuple[int, ...], Placement], int] = {}
         self.examples: list[Entry] = []

@@ -29,9 +29,9 @@ from dte_dist.plan.contributors import choose_contributors
 from dte_dist.plan.coverage import first_gap, refuse_gap
 from dte_dist.plan.inventory import Inventory
 from dte_dist.plan.space import FlatSpace, Pieces, spaces_of
-from dte_dist.plan.ties import Ties
+from dte_dist.plan.ties import Aliases
 
-__all__ = ["Holding", "ModelMap", "Slot", "WireTypes"]
+__all__ = ["ModelMap", "RankLayout", "Slot", "WireTypes"]
 
 WireTypes = Mapping[str, str] | Literal["receiver"] | None
 """Dtypes on the wire: by name; the dtype that receivers hold; or None for the dtype that sources hold."""
@@ -40,7 +40,7 @@ _BUILD = "build the same model on both sides, or pass rename= or select= (for a 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class RankLayout:
     """What one rank says of one of its modules.
 
     Attributes:
@@ -51,7 +51,7 @@ class Holding:
 
     Example:
         >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4)})
-        >>> dte_dist.Holding(layout.manifest, layout.coordinates, partial=True).partial
+        >>> dte_dist.RankLayout(layout.manifest, layout.coordinates, partial=True).partial
         True
     """
 
@@ -103,8 +103,8 @@ class ModelMap:
         LayoutMismatch: the descriptions do not fit together; equal on every rank.
     """
 
-    def __init__(self, sources: Mapping[int, Holding], receivers: Mapping[int, Holding]) -> None:
-        self._names = Ties(holding.manifest for holding in sources.values())
+    def __init__(self, sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]) -> None:
+        self._names = Aliases(holding.manifest for holding in sources.values())
         self._index: dict[str, int] = {}
         self.slots = self._slots_of(sources, receivers)
         self._index = {slot.name: index for index, slot in enumerate(self.slots)}
@@ -140,7 +140,7 @@ class ModelMap:
         """Return the index of the slot that a name, tied or not, belongs to."""
         return self._index[self._names.canonical(name)]
 
-    def _slots_of(self, sources: Mapping[int, Holding], receivers: Mapping[int, Holding]) -> tuple[Slot, ...]:
+    def _slots_of(self, sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]) -> tuple[Slot, ...]:
         received = {self._names.canonical(entry.name): entry for _, holding in _distinct(receivers) for entry in holding.manifest.entries}
         slots: dict[str, tuple[Slot, list[int]]] = {}
         for ranks, holding in _distinct(sources):
@@ -161,30 +161,30 @@ class ModelMap:
             other = chosen.setdefault(self._names.canonical(name), dtype)
             if other != dtype:
                 what = "tied names cannot travel in different dtypes"
-                raise LayoutMismatch(what, slot=name, ranks=ranks, expected=other, got=dtype, fix="give them one wire dtype")
+                raise LayoutMismatch(what, tensor=name, ranks=ranks, expected=other, got=dtype, hint="give them one wire dtype")
         return chosen
 
-    def _check_receiver(self, ranks: Sequence[int], holding: Holding) -> None:
+    def _check_receiver(self, ranks: Sequence[int], holding: RankLayout) -> None:
         seen = set()
         for entry in holding.manifest.entries:
             index = self._index.get(self._names.canonical(entry.name))
             if index is None:
-                raise LayoutMismatch("a receiver has a tensor that no source has", slot=entry.name, ranks=ranks, fix=_BUILD)
+                raise LayoutMismatch("a receiver has a tensor that no source has", tensor=entry.name, ranks=ranks, hint=_BUILD)
             slot = self.slots[index]
             if entry.shape != slot.shape:
                 _differ("shapes differ", ranks, entry.name, slot.shape, entry.shape)
             if entry.dtype != slot.dtype:
-                fix = 'pass wire_dtype= (a dtype, a mapping by name, or "receiver") to cast, or src= if this rank is a source too'
-                raise LayoutMismatch("dtypes differ", slot=entry.name, ranks=ranks, expected=slot.dtype, got=entry.dtype, fix=fix)
+                hint = 'pass wire_dtype= (a dtype, a mapping by name, or "receiver") to cast, or src= if this rank is a source too'
+                raise LayoutMismatch("dtypes differ", tensor=entry.name, ranks=ranks, expected=slot.dtype, got=entry.dtype, hint=hint)
             seen.add(index)
         for group in holding.manifest.ties:
             if len({self._names.canonical(name) for name in group}) > 1:
-                fix = "tie them on the sources too, or untie them here"
-                raise LayoutMismatch(f"a receiver ties {' and '.join(group)}, the sources do not", slot=group[0], ranks=ranks, fix=fix)
+                hint = "tie them on the sources too, or untie them here"
+                raise LayoutMismatch(f"a receiver ties {' and '.join(group)}, the sources do not", tensor=group[0], ranks=ranks, hint=hint)
         if not holding.partial and len(seen) < len(self.slots):
             missing = [slot.name for index, slot in enumerate(self.slots) if index not in seen]
             what = "a receiver lacks a tensor that the sources have" + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
-            raise LayoutMismatch(what, slot=missing[0], ranks=ranks, fix=_BUILD)
+            raise LayoutMismatch(what, tensor=missing[0], ranks=ranks, hint=_BUILD)
 
     def _contributions(self, held: Mapping[int, Pieces], claims: Claims) -> dict[int, Pieces]:
         """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks of a slot tile it."""
@@ -202,17 +202,17 @@ class ModelMap:
         return {rank: held[rank].take(mine) for rank, mine in zip(held, parts, strict=True)}
 
 
-def _owned(inventory: Inventory, rank: int, holding: Holding) -> Pieces:
+def _owned(inventory: Inventory, rank: int, holding: RankLayout) -> Pieces:
     """Return the pieces of a source; refuse names that another source ties and this one does not: they may differ."""
     pieces = inventory.pieces(holding.manifest, holding.coordinates)
     rivals = inventory.rivals(holding.manifest, pieces)
     if rivals is not None:
         what = f"another source ties {rivals[0]} and {rivals[1]}, this one does not"
-        raise LayoutMismatch(what, slot=rivals[0], ranks=[rank], fix="tie them on every source, or on none")
+        raise LayoutMismatch(what, tensor=rivals[0], ranks=[rank], hint="tie them on every source, or on none")
     return pieces
 
 
-def _claims(sources: Mapping[int, Holding], held: Mapping[int, Pieces]) -> Claims:
+def _claims(sources: Mapping[int, RankLayout], held: Mapping[int, Pieces]) -> Claims:
     """Write what each source (ascending) holds as columns, and number the meshes that it lies on."""
     in_mesh: dict[MeshSpec, list[int]] = {}
     for rank in held:
@@ -232,7 +232,7 @@ def _meshes_of(manifest: Manifest, numbers: Mapping[MeshSpec, int]) -> np.ndarra
     return np.array([-1 if mesh is None else known[mesh] for mesh in placed], np.int64)
 
 
-def _receiver_spaces(inventory: Inventory, receivers: Mapping[int, Holding], widths: np.ndarray) -> dict[int, dict[int, FlatSpace]]:
+def _receiver_spaces(inventory: Inventory, receivers: Mapping[int, RankLayout], widths: np.ndarray) -> dict[int, dict[int, FlatSpace]]:
     """Lay out what the receivers hold; those placed alike share it."""
     known: dict[tuple[int, Coordinates], dict[int, FlatSpace]] = {}
     for holding in receivers.values():
@@ -242,9 +242,9 @@ def _receiver_spaces(inventory: Inventory, receivers: Mapping[int, Holding], wid
     return {rank: known[id(holding.manifest), tuple(holding.coordinates)] for rank, holding in receivers.items()}
 
 
-def _distinct(holdings: Mapping[int, Holding]) -> list[tuple[list[int], Holding]]:
+def _distinct(holdings: Mapping[int, RankLayout]) -> list[tuple[list[int], RankLayout]]:
     """Group ranks whose manifests and wire dtypes are the same objects: their names need one check."""
-    groups: dict[tuple[int, int, bool], tuple[list[int], Holding]] = {}
+    groups: dict[tuple[int, int, bool], tuple[list[int], RankLayout]] = {}
     for rank, holding in sorted(holdings.items()):
         key = (id(holding.manifest), id(holding.wire), holding.partial)
         groups.setdefault(key, ([], holding))[0].append(rank)
@@ -256,10 +256,10 @@ def _castable(entry: Entry, wanted: str, named: bool, ranks: Sequence[int]) -> s
     source, target = getattr(torch, entry.dtype), getattr(torch, wanted)
     sensible = source.is_floating_point and target.is_floating_point and (target.itemsize > 1 or named)
     if wanted != entry.dtype and not sensible:
-        fix = "cast it in the trainer and sync the result, or give both sides one dtype"
-        raise LayoutMismatch("this cast is not made on the wire", slot=entry.name, ranks=ranks, expected=entry.dtype, got=wanted, fix=fix)
+        hint = "cast it in the trainer and sync the result, or give both sides one dtype"
+        raise LayoutMismatch("this cast is not made on the wire", tensor=entry.name, ranks=ranks, expected=entry.dtype, got=wanted, hint=hint)
     return wanted
 
 
 def _differ(what: str, ranks: Sequence[int], slot: str, expected: object, got: object) -> NoReturn:
-    raise LayoutMismatch(what, slot=slot, ranks=ranks, expected=expected, got=got, fix=_BUILD)
+    raise LayoutMismatch(what, tensor=slot, ranks=ranks, expected=expected, got=got, hint=_BUILD)

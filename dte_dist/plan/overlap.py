@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from dte_dist.layout import Block, Runs
 
-__all__ = ["Axis", "Overlap", "axis_of", "intersection", "overlap_of"]
+__all__ = ["Axis", "Overlap", "axis_of", "intersect", "overlap_of"]
 
 Segments = tuple[tuple[int, int, int], ...]
 
@@ -78,11 +78,11 @@ def overlap_of(a: Block, b: Block) -> Overlap | None:
 
 
 @lru_cache(maxsize=65536)
-def intersection(a: Block, b: Block) -> Block | None:
+def intersect(a: Block, b: Block) -> Block | None:
     """Return the elements that two blocks of the same slot share, as a block; None if there are none.
 
     Example:
-        >>> intersection(Block((((2, 4),),)), Block((((0, 3), (5, 9)),))).runs
+        >>> intersect(Block((((2, 4),),)), Block((((0, 3), (5, 9)),))).runs
         (((2, 1), (5, 1)),)
     """
     block = Block(tuple(tuple((low, n) for low, n, _, _ in _shared(x, y)) for x, y in zip(a.runs, b.runs, strict=True)))

@@ -3,7 +3,7 @@
 On the p2p route a source sends each receiver only what that receiver holds. The elements of that overlap, laid end to end, are the pair
 space; positions on the wire count in it, so that indices are as dense as the overlap and whole parts need none. Both ends know it
 from the layouts: the source translates from its own space into the pair space, the receiver from there into its own. Both
-translations are ordinary `Remap`s, since a pair space is a `FlatSpace` whose pieces are intersections of blocks.
+translations are ordinary `IndexMap`s, since a pair space is a `FlatSpace` whose pieces are intersections of blocks.
 
 Receivers that hold the same blocks share a "lane": what a source sends to one it sends to all of them.
 """
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dte_dist.plan.overlap import intersection
-from dte_dist.plan.remap import meetings
+from dte_dist.plan.overlap import intersect
+from dte_dist.plan.remap import matching_blocks
 from dte_dist.plan.space import BlockTable, FlatSpace, Pieces
 
 __all__ = ["lanes_of", "pair_space", "pair_spaces"]
@@ -49,7 +49,7 @@ def pair_space(source: FlatSpace, receiver: FlatSpace) -> FlatSpace:
         >>> [piece.block.runs for piece in pair_space(*spaces).pieces]
         [(((4, 2),),)]
     """
-    at, home = meetings(source.pieces.slot, receiver.pieces.slot)
+    at, home = matching_blocks(source.pieces.slot, receiver.pieces.slot)
     table = BlockTable()
     number = _intersections(source.pieces.block[at], receiver.pieces.block[home], source.pieces.table, receiver.pieces.table, table)
     kept = number >= 0
@@ -63,5 +63,5 @@ def pair_space(source: FlatSpace, receiver: FlatSpace) -> FlatSpace:
 def _intersections(a: np.ndarray, b: np.ndarray, of_a: BlockTable, of_b: BlockTable, table: BlockTable) -> np.ndarray:
     """Number the intersection of each pair of blocks in `table`; -1 for nothing. There are few different pairs."""
     pairs, which = np.unique(a * len(of_b) + b, return_inverse=True)
-    numbers = [table.number(intersection(of_a.blocks[pair // len(of_b)], of_b.blocks[pair % len(of_b)])) for pair in pairs.tolist()]
+    numbers = [table.number(intersect(of_a.blocks[pair // len(of_b)], of_b.blocks[pair % len(of_b)])) for pair in pairs.tolist()]
     return np.array(numbers, np.int64)[which]

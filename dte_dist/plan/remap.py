@@ -1,6 +1,6 @@
 """Translate positions of a source's flat space into a receiver's.
 
-A `Remap` is a table of entries, each a range of the source's space together with how it lies in the receiver's space:
+An `IndexMap` is a table of entries, each a range of the source's space together with how it lies in the receiver's space:
 
 * shifted: receiver position = source position + shift. Neighbours with the same shift are one entry, so two
   ranks with the same layout need a single entry for the whole model.
@@ -24,11 +24,11 @@ import numpy as np
 from dte_dist.plan.overlap import Axis, Overlap, overlap_of
 from dte_dist.plan.space import FlatSpace
 
-__all__ = ["Remap", "build_remaps", "meetings", "moves_nothing"]
+__all__ = ["IndexMap", "build_index_maps", "is_identity", "matching_blocks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Remap:
+class IndexMap:
     """One table of entries, as int64 arrays for the kernels.
 
     Attributes:
@@ -66,17 +66,17 @@ class Remap:
         )  # fmt: skip
 
 
-def build_remaps(source: FlatSpace, receiver: FlatSpace) -> tuple[Remap, ...]:
+def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, ...]:
     """Build the tables from one rank's flat space to another's of the same width; one per layer, none if nothing overlaps.
 
     Example:
         >>> from dte_dist.layout import Block
         >>> from dte_dist.plan.space import Piece, Pieces
         >>> spaces = [FlatSpace.of(2, Pieces.of([Piece(0, 0, Block((((first, 4),),)))])) for first in (4, 2)]
-        >>> [(remap.begin.tolist(), remap.end.tolist(), remap.shift.tolist()) for remap in build_remaps(*spaces)]
+        >>> [(index_map.begin.tolist(), index_map.end.tolist(), index_map.shift.tolist()) for index_map in build_index_maps(*spaces)]
         [([0], [2], [2])]
     """
-    at, home = meetings(source.pieces.slot, receiver.pieces.slot)
+    at, home = matching_blocks(source.pieces.slot, receiver.pieces.slot)
     first, second = source.pieces.table.blocks, receiver.pieces.table.blocks
     pairs, which = np.unique(source.pieces.block[at] * len(second) + receiver.pieces.block[home], return_inverse=True)
     overlaps = [overlap_of(first[pair // len(second)], second[pair % len(second)]) for pair in pairs.tolist()]
@@ -89,18 +89,18 @@ def build_remaps(source: FlatSpace, receiver: FlatSpace) -> tuple[Remap, ...]:
     order = np.argsort(begin, kind="stable")
     layer = _layers(begin[order], end[order])
     chosen = [order[layer == number] for number in range(int(layer.max()) + 1)]
-    return tuple(patterns.remap(which[pick], start[pick], target[pick]) for pick in chosen)
+    return tuple(patterns.index_map(which[pick], start[pick], target[pick]) for pick in chosen)
 
 
-def moves_nothing(remaps: Sequence[Remap], numel: int) -> bool:
+def is_identity(index_maps: Sequence[IndexMap], numel: int) -> bool:
     """Return whether each of the `numel` positions of a space becomes the same position of the other, and no other."""
-    if len(remaps) != 1 or len(remaps[0].begin) != 1:
+    if len(index_maps) != 1 or len(index_maps[0].begin) != 1:
         return False
-    remap = remaps[0]
-    return bool(remap.begin[0] == 0 and remap.end[0] == numel and remap.shift[0] == 0 and remap.axes[0] == 0)
+    index_map = index_maps[0]
+    return bool(index_map.begin[0] == 0 and index_map.end[0] == numel and index_map.shift[0] == 0 and index_map.axes[0] == 0)
 
 
-def meetings(source: np.ndarray, receiver: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def matching_blocks(source: np.ndarray, receiver: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the pairs of pieces of one slot, as indices of both; the slots of each side are ascending."""
     low = np.searchsorted(receiver, source, side="left")
     counts = np.searchsorted(receiver, source, side="right") - low
@@ -162,7 +162,7 @@ class _Patterns:
             self._segment.append(len(self._segments))
         return added[::-1]
 
-    def remap(self, which: np.ndarray, start: np.ndarray, target: np.ndarray) -> Remap:
+    def index_map(self, which: np.ndarray, start: np.ndarray, target: np.ndarray) -> IndexMap:
         """Put overlaps `which` at where their blocks start in the source's and the receiver's space; ascending and disjoint."""
         counts = self._counts[which]
         rows = self._rows[:, _ranges((np.cumsum(self._counts) - self._counts)[which], counts)]
@@ -172,7 +172,7 @@ class _Patterns:
         begin, end, shift = begin + start, end + start, shift + target - np.where(shifted, start, 0)
         joined = (begin[1:] == end[:-1]) & (shift[1:] == shift[:-1]) & shifted[1:] & shifted[:-1]
         first, last = np.append(True, ~joined), np.append(~joined, True)
-        return Remap(begin[first], end[last], shift[first], start[first], axis[first], axes[first], *self._axes)
+        return IndexMap(begin[first], end[last], shift[first], start[first], axis[first], axes[first], *self._axes)
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:

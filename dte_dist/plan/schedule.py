@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
 
-__all__ = ["SEGMENT", "Chunk", "Parcel", "Schedule", "pack_buckets", "segments_of"]
+__all__ = ["SEGMENT", "Chunk", "ChunkPlan", "FrameSlot", "pack_buckets", "segments_of"]
 
 SEGMENT: Final = 1 << 20
 """Most elements of a segment: the unit of detection and of codec choice."""
@@ -46,7 +46,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class FrameSlot:
     """One frame on its way: which chunk of which source, and its place in the bucket.
 
     Attributes:
@@ -61,7 +61,7 @@ class Parcel:
     end: int
 
 
-class Schedule:
+class ChunkPlan:
     """The chunks of every source of one channel.
 
     Args:
@@ -72,7 +72,7 @@ class Schedule:
         room: most chunks of any source.
 
     Example:
-        >>> schedule = Schedule({0: {2: 1000}, 1: {2: 700}}, bucket_bytes=512)
+        >>> schedule = ChunkPlan({0: {2: 1000}, 1: {2: 700}}, bucket_bytes=512)
         >>> schedule.room, [chunk.length for chunk in schedule.chunks(1)]
         (4, [256, 256, 188])
     """
@@ -98,7 +98,7 @@ def _cut(totals: Mapping[int, int], bucket_bytes: int) -> Iterator[Chunk]:
             number += 1
 
 
-def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[list[Parcel]]:
+def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[list[FrameSlot]]:
     """Pack the frames of a sync into buckets: whole frames, in order of chunk and source, up to `bucket_bytes`.
 
     Args:
@@ -109,7 +109,7 @@ def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[
         >>> [[(p.source, p.end) for p in bucket] for bucket in pack_buckets({0: [8, 0], 1: [16, 64]}, 64)]
         [[(0, 8), (1, 24)], [(1, 64)]]
     """
-    buckets: list[list[Parcel]] = []
+    buckets: list[list[FrameSlot]] = []
     filled = 0
     for chunk, column in enumerate(zip_longest(*sizes.values(), fillvalue=0)):
         for source, size in zip(sizes, column, strict=True):
@@ -118,6 +118,6 @@ def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[
             if not buckets or filled + size > bucket_bytes:
                 buckets.append([])
                 filled = 0
-            buckets[-1].append(Parcel(source, chunk, filled, filled + size))
+            buckets[-1].append(FrameSlot(source, chunk, filled, filled + size))
             filled += size
     return buckets

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from dte_dist.layout import Manifest, Placement
 
-__all__ = ["Ties", "tied_entries"]
+__all__ = ["Aliases", "aliased_entries"]
 
 
-class Ties:
+class Aliases:
     """Names that are tied in some manifest; the first in order stands for all.
 
     Example:
-        >>> ties = Ties([Manifest((), (), (("embed", "head"),))])
+        >>> ties = Aliases([Manifest((), (), (("embed", "head"),))])
         >>> ties.canonical("head"), ties.canonical("norm")
         ('embed', 'norm')
     """
@@ -38,7 +38,7 @@ class Ties:
         return name
 
 
-def tied_entries(manifest: Manifest) -> list[int]:
+def aliased_entries(manifest: Manifest) -> list[int]:
     """Return for each entry of a manifest the first entry that surely has the same tensor: often itself.
 
     Names that are tied share all of their memory (`Layout` refuses others), so names with several regions are

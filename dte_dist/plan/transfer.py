@@ -19,11 +19,11 @@ import numpy as np
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block, Layout, Manifest
 from dte_dist.plan.coverage import disjoint
-from dte_dist.plan.model_map import Holding, ModelMap, Slot
+from dte_dist.plan.model_map import ModelMap, RankLayout, Slot
 from dte_dist.plan.overlap import axis_of
 from dte_dist.plan.space import BlockTable, FlatSpace
 from dte_dist.plan.transfer_ops import Box, Boxes, Ends, Group, TransferOp, TransferOps
-from dte_dist.report import size
+from dte_dist.report import format_bytes
 
 __all__ = ["ROUTES", "Held", "Plan", "RouteName", "TransferOp"]
 
@@ -102,12 +102,12 @@ class Plan:
     contributed: Mapping[int, int]
 
     @classmethod
-    def between(cls, sources: Mapping[int, Layout | Holding], receivers: Mapping[int, Layout | Holding]) -> Plan:
+    def between(cls, sources: Mapping[int, Layout | RankLayout], receivers: Mapping[int, Layout | RankLayout]) -> Plan:
         """Return the plan from what each rank holds; every rank gets the same.
 
         Args:
             sources: by group rank, first the root of the broadcast.
-            receivers: by group rank; a colocated rank is in both. A `Holding` is a manifest and a rank's coordinates, and
+            receivers: by group rank; a colocated rank is in both. A `RankLayout` is a manifest and a rank's coordinates, and
                 says besides in which dtypes a source sends (`wire`), or that a receiver asks for some slots only (`partial`).
 
         Raises:
@@ -132,14 +132,14 @@ class Plan:
         Example:
             >>> from dte_dist.plan.model_map import ModelMap
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> holding = dte_dist.Holding(layout.manifest, layout.coordinates)
+            >>> holding = dte_dist.RankLayout(layout.manifest, layout.coordinates)
             >>> plan = dte_dist.Plan.of(ModelMap({0: holding}, {1: holding}), root=0)
             >>> plan.digest() == dte_dist.Plan.between({0: layout}, {1: layout}).digest()
             True
         """
         sent, held = (Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces))
         sizes = {rank: sum(width * space.numel for width, space in spaces.items()) for rank, spaces in model.source_spaces.items()}
-        return cls(_Meeting(sent, held).ops(model.slots), model.slots, held, {root: sizes.pop(root), **sizes})
+        return cls(_BlockOverlap(sent, held).ops(model.slots), model.slots, held, {root: sizes.pop(root), **sizes})
 
     @cached_property
     def _columns(self) -> TransferOps:
@@ -256,7 +256,7 @@ class Plan:
         best, other = sorted(ROUTES, key=costs.__getitem__)  # the first of equals is broadcast: fewer messages
         which = 0 if costs[best][0] != costs[other][0] else 1
         what = ("busiest rank", "all ranks together")[which]
-        return best, f"{what} {size(costs[best][which])}, {size(costs[other][which])} over {other}"
+        return best, f"{what} {format_bytes(costs[best][which])}, {format_bytes(costs[other][which])} over {other}"
 
     def _loads(self, route: RouteName) -> tuple[Counter[int], Counter[int]]:
         """Return the dense bytes that each rank sends, and those that each receives."""
@@ -276,7 +276,7 @@ class Plan:
         return {(source, root): nbytes for source, nbytes in self.contributed.items()} | dict.fromkeys(pairwise(line), everything)
 
 
-class _Meeting:
+class _BlockOverlap:
     """The ops between what sources contribute and receivers hold: each pair of blocks is looked at once, if its bounds meet."""
 
     def __init__(self, sent: Held, held: Held) -> None:
@@ -327,14 +327,14 @@ def _bounds(blocks: Sequence[Block]) -> np.ndarray:
     return bounds
 
 
-def _holding(given: Layout | Holding, known: list[Manifest]) -> Holding:
+def _holding(given: Layout | RankLayout, known: list[Manifest]) -> RankLayout:
     """Return what a rank holds; of equal manifests the first one stands for all, which saves work."""
-    holding = Holding(given.manifest, given.coordinates, partial=given.is_partial) if isinstance(given, Layout) else given
+    holding = RankLayout(given.manifest, given.coordinates, partial=given.is_partial) if isinstance(given, Layout) else given
     same = next((each for each in known if each is holding.manifest or each == holding.manifest), None)
     if same is None:
         known.append(holding.manifest)
         return holding
-    return Holding(same, holding.coordinates, holding.wire, holding.partial)
+    return RankLayout(same, holding.coordinates, holding.wire, holding.partial)
 
 
 def _tiles(block: Block, boxes: Sequence[Box]) -> bool:
@@ -357,4 +357,4 @@ def _same_tensors(slot: str, held: set[tuple[int, int]], filled: set[tuple[int, 
 
 
 def _refuse(slot: str, ranks: Sequence[int], what: str) -> NoReturn:
-    raise LayoutMismatch(f"the ops of a plan {what}", slot=slot, ranks=ranks, fix="take all ops of Plan.between, each once")
+    raise LayoutMismatch(f"the ops of a plan {what}", tensor=slot, ranks=ranks, hint="take all ops of Plan.between, each once")

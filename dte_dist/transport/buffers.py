@@ -105,13 +105,13 @@ def write(frame: Frame, place: Tensor) -> None:
         place.copy_(frame)
 
 
-def explain_memory(error: Exception | None, nbytes: int = 0, *, fix: str = _LESS) -> Exception | None:
+def explain_memory(error: Exception | None, nbytes: int = 0, *, hint: str = _LESS) -> Exception | None:
     """Return what to tell the ranks of an error: if memory was short, how much was needed and what to do.
 
     Args:
         error: None for none.
         nbytes: of all frames of the sync that come to this rank, as far as they are known.
-        fix: what the user can do.
+        hint: what the user can do.
 
     Example:
         >>> str(explain_memory(MemoryError(), 4096)).partition(" [")[0], explain_memory(ValueError("no"))
@@ -121,7 +121,7 @@ def explain_memory(error: Exception | None, nbytes: int = 0, *, fix: str = _LESS
         return error
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     needed = f"room for {nbytes} bytes of frames" if nbytes else None
-    told = SyncFailed(f"a rank ran out of memory: {text}", expected=needed, fix=fix)
+    told = SyncFailed(f"a rank ran out of memory: {text}", expected=needed, hint=hint)
     told.__cause__ = error
     return told
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from dte_dist.errors import PeerLost
 from dte_dist.report import Phases
 from dte_dist.transport.buffers import Buffers, Frame, lies_on, write
-from dte_dist.transport.groups import Pending, Wire
+from dte_dist.transport.groups import Communicator, Pending
 
-__all__ = ["Exchange", "Sized", "TakeFrom"]
+__all__ = ["PairwiseExchange", "Sized", "TakeFrom"]
 
 _NOBODY: Final = -1
 
@@ -40,7 +40,7 @@ TakeFrom = Callable[[int, int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Round:
     """What this rank does in one step.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Step:
     chunks: Sequence[tuple[int, int]]
 
 
-class Exchange:
+class PairwiseExchange:
     """Moves frames between pairs of ranks.
 
     Args:
@@ -63,7 +63,7 @@ class Exchange:
         sources: group ranks of the sources, in the order all ranks agree on.
     """
 
-    def __init__(self, wire: Wire | None, *, rank: int, sources: Sequence[int]) -> None:
+    def __init__(self, wire: Communicator | None, *, rank: int, sources: Sequence[int]) -> None:
         self._wire, self._rank, self._sources = wire, rank, tuple(sources)
         self._incoming, self._outgoing, self._own = Buffers(), Buffers(), Buffers()
         self._sent = 0
@@ -113,7 +113,7 @@ class Exchange:
             if source == self._rank:
                 self._hand_over(outgoing[source], take, phases, keep)
                 source = _NOBODY
-            now = _Step(to, frames, source, [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size])
+            now = _Round(to, frames, source, [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size])
             going = self._start(now, 0, sending, phases, keep)
             for number in range(max(len(frames), len(now.chunks))):
                 frame, pending = going
@@ -157,7 +157,7 @@ class Exchange:
         write(frame, place)
         return place
 
-    def _start(self, now: _Step, number: int, sending: deque[Pending], phases: Phases, keep: bool) -> tuple[Tensor | None, Pending | None]:
+    def _start(self, now: _Round, number: int, sending: deque[Pending], phases: Phases, keep: bool) -> tuple[Tensor | None, Pending | None]:
         """Start to send frame `number`, once at most one other is on its way, and to receive the partner's; return the latter."""
         frame: Tensor | None = None
         outgoing = incoming = None
@@ -171,14 +171,14 @@ class Exchange:
         if number < len(now.chunks):
             frame = self._incoming.get(number, now.chunks[number][1], self._reach().device, keep=keep)
             incoming = frame, now.source
-        sent, received = self._reach().swap(outgoing, incoming) if outgoing or incoming else (None, None)
+        sent, received = self._reach().send_recv(outgoing, incoming) if outgoing or incoming else (None, None)
         if sent is not None:
             sending.append(sent)
         return frame, received
 
-    def _reach(self) -> Wire:
+    def _reach(self) -> Communicator:
         if self._wire is None:
-            raise PeerLost("a group of one rank has nobody to send to", fix="report this as a bug of dte_dist")
+            raise PeerLost("a group of one rank has nobody to send to", hint="report this as a bug of dte_dist")
         return self._wire
 
 

@@ -13,7 +13,7 @@ carries a guard (`transport.guard`): a `DamagedRow` is not agreed, since only th
 All waits are watched (`transport.watch`): they end early where it is known that nobody will come.
 
 NCCL runs what was started on it one after the other, so a send and a receive between the same two ranks would wait for each other for
-ever unless they are started as one (`Wire.swap`). It connects at the first operation, and then all members have to be there: so a
+ever unless they are started as one (`Communicator.swap`). It connects at the first operation, and then all members have to be there: so a
 wire does one as soon as it is made.
 """
 
@@ -39,7 +39,7 @@ from dte_dist.transport.guard import guard_of, refuse_damage
 from dte_dist.transport.rendezvous import Group, Membership, PatientStore, group_of
 from dte_dist.transport.watch import Watch
 
-__all__ = ["Group", "Membership", "Pending", "Wire", "group_of"]
+__all__ = ["Communicator", "Group", "Membership", "Pending", "group_of"]
 
 _PROBE: Final = 1 << 20
 """Tag of messages that are never sent: to receive one tells whether there is a connection."""
@@ -52,7 +52,7 @@ _WORD: Final = 8
 class Pending:
     """An operation on its way."""
 
-    wire: Wire
+    wire: Communicator
     what: str
     ranks: tuple[int, ...]
     work: Any
@@ -66,7 +66,7 @@ class Pending:
         self.wire._wait(self)
 
 
-class Wire:
+class Communicator:
     """One backend over some ranks of the group; ranks are always named by their number in the user's group.
 
     Args:
@@ -128,8 +128,8 @@ class Wire:
             lost = self.watch.lost(self._others(), timeout, began, error)
             if lost.late or self.watch.board.found is not None or self.watch.broken():
                 raise lost from error
-            fix = "see the cause on this rank; all ranks must reach each other where gloo listens (GLOO_SOCKET_IFNAME)"
-            raise PeerLost(f"rank {self.rank} could not connect to the other ranks", fix=fix) from error
+            hint = "see the cause on this rank; all ranks must reach each other where gloo listens (GLOO_SOCKET_IFNAME)"
+            raise PeerLost(f"rank {self.rank} could not connect to the other ranks", hint=hint) from error
         patient.limit(timeout.total_seconds())
         self._patient = patient
         return backend
@@ -203,27 +203,27 @@ class Wire:
     def _others(self) -> list[int]:
         return [rank for rank in self.members if rank != self.rank]
 
-    def rows(self, row: np.ndarray) -> np.ndarray:
+    def all_gather_rows(self, row: np.ndarray) -> np.ndarray:
         """Gather one int64 row of the same length from every member; return int64[members, len(row)].
 
         Raises:
             DamagedRow: a row came to this rank other than it was sent.
             PeerLost: a rank did not answer.
         """
-        return self.rows_with_letters(row, dict.fromkeys(self.members, 0))[0]
+        return self.all_gather_rows_inline(row, dict.fromkeys(self.members, 0))[0]
 
-    def rows_with_letters(
+    def all_gather_rows_inline(
         self, row: np.ndarray, rooms: Mapping[int, int], write: Callable[[Tensor], object] | None = None
     ) -> tuple[np.ndarray, dict[int, Tensor]]:
-        """Gather a row as `rows` does, and with it from every member a letter, which has its own checksums.
+        """Gather a row as `rows` does, and with it from every member a inline payload, which has its own checksums.
 
         Args:
             row: int64, of the same length on all ranks.
-            rooms: by rank, the bytes of its letter, a multiple of 8; the same on all ranks.
-            write: writes this rank's letter into zeros of its size.
+            rooms: by rank, the bytes of its inline payload, a multiple of 8; the same on all ranks.
+            write: writes this rank's inline payload into zeros of its size.
 
         Returns:
-            int64[members, len(row)]; and by rank the letters, uint8.
+            int64[members, len(row)]; and by rank the inline frames, uint8.
 
         Raises:
             DamagedRow: a row came to this rank other than it was sent.
@@ -240,12 +240,12 @@ class Wire:
         mine[-1] = guard_of(mine[:-1], self.rank, self._turn)
         if write is not None:
             write(letters[self.rank])
-        self.swap_all(parts)
+        self.all_gather(parts)
         wrong = [rank for rank, each in rows.items() if guard_of(each[:-1], rank, self._turn) != each[-1]]
         refuse_damage("a row", self.rank, wrong, self._turn)
         return np.stack([each[:-1] for each in rows.values()]), letters
 
-    def swap_all(self, parts: Mapping[int, Tensor]) -> None:
+    def all_gather(self, parts: Mapping[int, Tensor]) -> None:
         """Send this rank's part to all other members, and receive theirs; gloo only.
 
         Straight from each to each: one round trip, where gloo's allgather passes rows around in a ring. And it is known who does not
@@ -276,16 +276,16 @@ class Wire:
                 missing.update(each.ranks)
         return late(missing, "answer", self.timeout.total_seconds())
 
-    def texts(self, text: bytes) -> list[bytes]:
+    def all_gather_bytes(self, text: bytes) -> list[bytes]:
         """Gather bytes of the same length from every member.
 
         Raises:
             DamagedRow, PeerLost: as `rows`.
         """
         padded = np.frombuffer(text.ljust(-(-len(text) // _WORD) * _WORD, b"\0"), np.int64)
-        return [row.tobytes()[: len(text)] for row in self.rows(padded)]
+        return [row.tobytes()[: len(text)] for row in self.all_gather_rows(padded)]
 
-    def share(self, owner: int, data: bytes, size: int) -> bytes:
+    def broadcast_bytes(self, owner: int, data: bytes, size: int) -> bytes:
         """Send `size` bytes from `owner` to all members; every member returns them.
 
         Raises:
@@ -317,7 +317,7 @@ class Wire:
         """Start to receive into `tensor`, whose size is the size agreed with the sender."""
         return self._start("receive", [source], lambda: self._as_one(lambda: self._backend.recv([tensor], self._place[source], 0)))
 
-    def swap(self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None) -> tuple[Pending | None, Pending | None]:
+    def send_recv(self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None) -> tuple[Pending | None, Pending | None]:
         """Start a send and a receive, perhaps between the same two ranks; either may be missing.
 
         Args:
@@ -351,7 +351,7 @@ class Wire:
 
     def _guard(self, what: str, ranks: Sequence[int], call: Callable[[], Any]) -> Any:
         if self._closed:
-            raise PeerLost("the channel was closed on this rank", fix="call again; a new one opens")
+            raise PeerLost("the channel was closed on this rank", hint="call again; a new one opens")
         began = time.monotonic()
         try:
             return call()

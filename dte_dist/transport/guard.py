@@ -46,4 +46,4 @@ def refuse_damage(what: str, rank: int, senders: Sequence[int], turn: int) -> No
     """Raise a `DamagedRow` if there are senders whose rows came damaged to a rank."""
     if senders:
         told = f"{what} came damaged, short or out of turn to rank {rank}"
-        raise DamagedRow(told, ranks=senders, got=f"another checksum, in exchange {turn}", fix=_FIX)
+        raise DamagedRow(told, ranks=senders, got=f"another checksum, in exchange {turn}", hint=_FIX)

@@ -108,12 +108,12 @@ def _crossing(watch: Watch) -> Verdict | None:
     for other in _group(watch).read(rank for rank in waited if rank != mine.rank):
         if wait_for_each_other(mine, other):
             ranks, what = crossing(mine, other, _group(watch).read(watch.members))
-            fix = "call the channels of a group in the same order on every rank"
+            hint = "call the channels of a group in the same order on every rank"
             if not (mine.call and other.call):
-                fix += ", and pass the module that a channel was opened with, or "
-                fix += "dte_dist.close(module, group) on every rank first"
+                hint += ", and pass the module that a channel was opened with, or "
+                hint += "dte_dist.close(module, group) on every rank first"
             both = tuple(sorted([mine.channel, other.channel]))
-            return _decide_both(watch, Verdict("order", ranks, str(OrderMismatch(what, fix=fix)), both))
+            return _decide_both(watch, Verdict("order", ranks, str(OrderMismatch(what, hint=hint)), both))
     return None
 
 

@@ -77,10 +77,10 @@ class LoopbackTransport(Transport):
                 return kept[version]
             got = f"v{', v'.join(map(str, kept))}" if kept else "nothing"
         if came:
-            fix = "pull every version, keep a longer history, or push a full one"
-            raise VersionGap("a version is not kept, or was never sent", ranks=[sender], expected=f"v{version}", got=got, fix=fix)
+            hint = "pull every version, keep a longer history, or push a full one"
+            raise VersionGap("a version is not kept, or was never sent", ranks=[sender], expected=f"v{version}", got=got, hint=hint)
         expected = f"v{version} in {seconds:g} s"
-        raise PeerLost("a version did not come in time", ranks=[sender], expected=expected, got=got, fix="look after the sender")
+        raise PeerLost("a version did not come in time", ranks=[sender], expected=expected, got=got, hint="look after the sender")
 
     def close(self) -> None:
         """Drop all payloads and wake whoever waits.
@@ -91,7 +91,7 @@ class LoopbackTransport(Transport):
             >>> transport.receive(1, timeout=1)
             Traceback (most recent call last):
                 ...
-            dte_dist.errors.ChannelClosed: the transport is closed. Way out: make a new one.
+            dte_dist.errors.ChannelClosed: the transport is closed. Hint: make a new one.
         """
         with self._moved:
             self._closed = True
@@ -104,4 +104,4 @@ class LoopbackTransport(Transport):
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise ChannelClosed("the transport is closed", fix="make a new one")
+            raise ChannelClosed("the transport is closed", hint="make a new one")

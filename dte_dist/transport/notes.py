@@ -33,7 +33,7 @@ def read_note(what: str, data: bytes, read: Callable[[Any], _T]) -> _T:
         return read(json.loads(data))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         text = f"{what}, as another rank left it in the store, is damaged: {str(error)[:200]}"
-        raise FrameError(text, fix="run the same version of dte_dist on every rank") from error
+        raise FrameError(text, hint="run the same version of dte_dist on every rank") from error
 
 
 def number(value: Any, low: int = 0) -> int:

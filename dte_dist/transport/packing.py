@@ -112,7 +112,7 @@ class Description:
             return cls._read(json.loads(data))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             what = f"the description of a payload is damaged: {str(error)[:400]}"
-            raise FrameError(what, fix=_AGAIN) from error
+            raise FrameError(what, hint=_AGAIN) from error
 
     @classmethod
     def _read(cls, document: Any) -> Description:
@@ -170,7 +170,7 @@ class Packed:
         self.text, self.nbytes = description.to_bytes(), description.nbytes
         if len(self.text) > MOST_TEXT or self.nbytes > MOST_DATA:
             got = f"{len(self.text)} and {self.nbytes} bytes"
-            raise LayoutMismatch("the payload is too large", expected=f"{MOST_TEXT} and {MOST_DATA}", got=got, fix="split the model")
+            raise LayoutMismatch("the payload is too large", expected=f"{MOST_TEXT} and {MOST_DATA}", got=got, hint="split the model")
         self._tensors = [payload.tensors[description.names[index]] for index in description.order()]
 
     def text_pieces(self) -> list[Piece]:
@@ -210,7 +210,7 @@ class Incoming:
         """
         data, said = piece[:-_SUM], piece[-_SUM:].view(torch.int64)
         if int(_checksum(data)) != int(said - _place_sum(self._key, number)):
-            raise FrameError("a piece of a payload is damaged: its checksum is wrong", fix=_AGAIN)
+            raise FrameError("a piece of a payload is damaged: its checksum is wrong", hint=_AGAIN)
         self._data[number * PIECE : number * PIECE + len(data)].copy_(data)
         self._missing.discard(number)
 
@@ -222,7 +222,7 @@ class Incoming:
         """
         if self._missing:
             missing = f"{len(self._missing)} pieces are missing"
-            raise FrameError("a payload is not complete", got=missing, fix=_AGAIN)
+            raise FrameError("a payload is not complete", got=missing, hint=_AGAIN)
         return self._data
 
 
@@ -247,7 +247,7 @@ class Arrival:
         self.head = self._description.head
         if self._description.nbytes != nbytes:
             got = f"{self._description.nbytes} bytes"
-            raise FrameError("the data of a payload are not what it describes", expected=f"{nbytes} bytes", got=got, fix=_AGAIN)
+            raise FrameError("the data of a payload are not what it describes", expected=f"{nbytes} bytes", got=got, hint=_AGAIN)
         self._data = Incoming(nbytes, device, zlib.crc32(text))
 
     def take(self, number: int, piece: Tensor) -> None:

@@ -12,8 +12,8 @@ and takes what it needs from other senders along; a rank that only receives come
 5. o Vote: has every rank everything, and is it sound? Only then `send` returns, and `receive` gives out the payloads, each once.
 
 Steps with a ring (o) are exchanges. The payload of one sender goes to its receivers by broadcasts, or if it is large through a
-chain of them, so that no rank sends it more than once (`Relay`). Those of several senders go straight to the ranks that need them, all
-senders at a time (`Exchange`). What a rank sends to itself never touches the network.
+chain of them, so that no rank sends it more than once (`BucketedBroadcast`). Those of several senders go straight to the ranks that need them, all
+senders at a time (`PairwiseExchange`). What a rank sends to itself never touches the network.
 
 An error that all ranks share leaves the transport as it was: the next meeting may follow. A rank that is lost, or does not come in
 time, ends it: its groups are closed, which wakes the others.
@@ -38,11 +38,11 @@ from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatc
 from dte_dist.plan.transfer import Plan
 from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 from dte_dist.transport.buffers import Frame, explain_memory
-from dte_dist.transport.groups import Group, Membership, Wire
+from dte_dist.transport.groups import Communicator, Group, Membership
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
 from dte_dist.transport.rendezvous import call_roll, forget_meeting
 from dte_dist.transport.roles import Roles, mover
-from dte_dist.transport.together import Agreed, end_together, error_of, or_error, raise_if_any
+from dte_dist.transport.together import AgreedError, capture, capture_error, end_together, raise_if_any
 from dte_dist.transport.watch import Watch
 
 __all__ = ["ProcessGroupTransport"]
@@ -100,7 +100,7 @@ class ProcessGroupTransport(Transport):
         self, group: Group | None = None, *, src: int | None = None, plan: Plan | None = None,
         timeout: timedelta | float = TIMEOUT,
     ) -> None:  # fmt: skip
-        patience, error = or_error(lambda: check_timeout(timeout))
+        patience, error = capture(lambda: check_timeout(timeout))
         self._patience = patience or check_timeout(TIMEOUT)
         self._pid = os.getpid()
         self._kept: dict[int, Payload] = {}
@@ -115,10 +115,10 @@ class ProcessGroupTransport(Transport):
         """Open the transport; return False if the others had given this rank up before it came."""
         membership = Membership.join(group, timedelta(seconds=self._patience))
         self._rank, self._watch = membership.rank, Watch(membership)
-        self._wires: list[Wire] = []
+        self._wires: list[Communicator] = []
         self._why: str | None = None
-        roles, wrong = or_error(lambda: Roles.of(membership.size, src, plan))
-        control: Wire | None = None
+        roles, wrong = capture(lambda: Roles.of(membership.size, src, plan))
+        control: Communicator | None = None
         try:
             self._watch.open()
             try:
@@ -135,7 +135,7 @@ class ProcessGroupTransport(Transport):
         self._watch.is_opening = False
         return True
 
-    def _come(self, membership: Membership) -> Wire:
+    def _come(self, membership: Membership) -> Communicator:
         """Come together with the other ranks."""
         with self._watch.compiling() as say:
             kernels.warm(BITS, say)  # of all widths, and now: at the first payload others would be waiting
@@ -143,7 +143,7 @@ class ProcessGroupTransport(Transport):
         return self._wire("control", range(membership.size), membership, "gloo")
 
     def _open(
-        self, control: Wire, membership: Membership, roles: Roles | None, error: Exception | None
+        self, control: Communicator, membership: Membership, roles: Roles | None, error: Exception | None
     ) -> None:
         """Agree on the roles, and make the groups; all members of the group must call."""
         can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
@@ -152,8 +152,8 @@ class ProcessGroupTransport(Transport):
         rows = _rows(control, error, [can_nccl, *digest])
         if roles is None or (rows[:, 1:] != digest).any():
             others = [rank for rank, row in enumerate(rows[:, 1:].tolist()) if row != rows[0, 1:].tolist()]
-            fix = "pass the same src= or plan= on every rank"
-            raise Agreed(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], fix=fix))
+            hint = "pass the same src= or plan= on every rank"
+            raise AgreedError(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], hint=hint))
         forget_meeting(self._watch, [control])
         self._roles, members = roles, roles.members
         self._watch.members, self._watch.is_ending, self._control = members, False, control
@@ -168,8 +168,8 @@ class ProcessGroupTransport(Transport):
         self._move_text = mover(self._control, self._rank, roles)
         self._move_data = self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
 
-    def _wire(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> Wire:
-        self._wires.append(Wire(name, members, membership, backend, watch=self._watch))
+    def _wire(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> Communicator:
+        self._wires.append(Communicator(name, members, membership, backend, watch=self._watch))
         return self._wires[-1]
 
     def send(self, payload: Payload, *, timeout: timedelta | float) -> None:
@@ -189,7 +189,7 @@ class ProcessGroupTransport(Transport):
         """
         self._refuse_closed()
         version = getattr(payload, "version", _NONE)
-        error = error_of(lambda: self._check_payload(payload))
+        error = capture_error(lambda: self._check_payload(payload))
         if error is not None:
             self._refuse(error, version, timeout)
         self._own = None
@@ -226,7 +226,7 @@ class ProcessGroupTransport(Transport):
         found = self._take(version, source)
         if found is not None:
             return found
-        error = error_of(lambda: self._check_request(version, source))
+        error = capture_error(lambda: self._check_request(version, source))
         if error is not None:
             self._refuse(error, version, timeout)
         self._meet(version, None, None, timeout)
@@ -263,7 +263,7 @@ class ProcessGroupTransport(Transport):
             >>> transport.receive(1, timeout=60)
             Traceback (most recent call last):
                 ...
-            dte_dist.errors.ChannelClosed: the transport is closed: it was closed. Way out: make a new transport on every rank of the group.
+            dte_dist.errors.ChannelClosed: the transport is closed: it was closed. Hint: make a new transport on every rank of the group.
         """
         if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
             if self._rank in self._roles.members:
@@ -281,8 +281,8 @@ class ProcessGroupTransport(Transport):
         _check_version(payload.version)
         if roles.plan and (payload.sender, payload.plan) != (self._rank, roles.plan):
             expected, got = (f"rank {rank}, {plan.hex()}" for rank, plan in ((self._rank, roles.plan), (payload.sender, payload.plan)))
-            fix = "give transport and engine the same plan, and the engine this process's rank in the group"
-            raise LayoutMismatch("a payload of another rank or plan", ranks=[self._rank], expected=expected, got=got, fix=fix)
+            hint = "give transport and engine the same plan, and the engine this process's rank in the group"
+            raise LayoutMismatch("a payload of another rank or plan", ranks=[self._rank], expected=expected, got=got, hint=hint)
 
     def _check_request(self, version: int, source: int) -> None:
         """Check that this rank may wait for a payload that is not here."""
@@ -291,7 +291,7 @@ class ProcessGroupTransport(Transport):
             raise ValueError(f"rank {self._rank} does not get the payloads of rank {source}")
         if source == self._rank or self._rank in self._roles.senders:
             what, got = "a rank that sends, too, asked for a version that it has not sent, or has received", self._met
-            raise VersionGap(what, ranks=[self._rank], expected=version, got="none" if got is None else got, fix="push, then pull once")
+            raise VersionGap(what, ranks=[self._rank], expected=version, got="none" if got is None else got, hint="push, then pull once")
 
     def _take(self, version: int, source: int) -> Payload | None:
         """Give out a payload that is here."""
@@ -318,7 +318,7 @@ class ProcessGroupTransport(Transport):
             PeerLost, ChannelClosed: the transport is closed.
             Exception: on all ranks.
         """
-        seconds, wrong = or_error(lambda: check_timeout(timeout))
+        seconds, wrong = capture(lambda: check_timeout(timeout))
         for wire in self._wires:
             wire.timeout = timedelta(seconds=min(seconds or self._patience, self._patience))
         self._kept, self._met = {}, None
@@ -331,7 +331,7 @@ class ProcessGroupTransport(Transport):
         """Run steps that all members run; close the transport unless all of them end alike."""
         try:
             return steps()
-        except Agreed as agreed:
+        except AgreedError as agreed:
             raise agreed.error from agreed.error.__cause__
         except Exception as caught:
             raise self._break(caught) from caught
@@ -341,7 +341,7 @@ class ProcessGroupTransport(Transport):
 
     def _exchange(self, version: int, payload: Payload | None, error: Exception | None) -> dict[int, Payload]:
         """Go through the steps of a meeting; return the payloads that have come."""
-        packed, wrong = or_error(lambda: Packed(payload) if payload is not None else None)
+        packed, wrong = capture(lambda: Packed(payload) if payload is not None else None)
         error, text = error or explain_memory(wrong), packed.text if packed is not None else b""
         row = [version if error is None else _NONE, len(text), packed.nbytes if packed is not None else 0]
         rows = _rows(self._control, error, row)
@@ -386,19 +386,19 @@ class ProcessGroupTransport(Transport):
         said = (arrival.head[0], *arrival.head[5:]) if self._roles.plan else (arrival.head[0],)
         expected = (version, sender, self._roles.plan) if self._roles.plan else (version,)
         if said != expected:
-            raise FrameError("a payload is not the one that was announced", ranks=[sender], expected=expected, got=said, fix="push again")
+            raise FrameError("a payload is not the one that was announced", ranks=[sender], expected=expected, got=said, hint="push again")
         return arrival
 
     def _vote(self, faults: Sequence[Exception]) -> None:
-        fix = "free memory on this rank, and push again"
-        _rows(self._control, explain_memory(faults[0] if faults else None, fix=fix))
+        hint = "free memory on this rank, and push again"
+        _rows(self._control, explain_memory(faults[0] if faults else None, hint=hint))
 
     def _refuse_closed(self) -> None:
         if os.getpid() != self._pid:
-            fix = "use it in the process that made it; start workers by spawn, not fork"
-            raise ChannelClosed("the transport belongs to the process that this one was forked from", fix=fix)
+            hint = "use it in the process that made it; start workers by spawn, not fork"
+            raise ChannelClosed("the transport belongs to the process that this one was forked from", hint=hint)
         if self._why is not None:
-            raise ChannelClosed(f"the transport is closed: {self._why}", fix=_NEW)
+            raise ChannelClosed(f"the transport is closed: {self._why}", hint=_NEW)
 
     def _drop(self, why: str) -> None:
         self._why = self._why or why
@@ -419,28 +419,28 @@ def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]
     versions = {int(version): rank for version, rank in zip(rows[:, 0], members, strict=True)}
     if len(versions) > 1:
         got = ", ".join(f"v{version} on rank {rank}" for version, rank in sorted(versions.items()))
-        fix = "send and receive the same version on every rank"
-        raise Agreed(VersionError("ranks send or ask for different versions", ranks=sorted(versions.values()), got=got, fix=fix))
+        hint = "send and receive the same version on every rank"
+        raise AgreedError(VersionError("ranks send or ask for different versions", ranks=sorted(versions.values()), got=got, hint=hint))
     for rank, (text, data) in zip(members, rows[:, 1:].tolist(), strict=True):
         most, least = ((MOST_TEXT, MOST_DATA), 8) if rank in senders else ((0, 0), 0)
         if not (least <= text <= most[0] and 0 <= data <= most[1] and text % 8 == data % 8 == 0):
-            fix = "push again; if it stays, the ranks run different versions of dte_dist"
-            raise Agreed(FrameError("a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", fix=fix))
+            hint = "push again; if it stays, the ranks run different versions of dte_dist"
+            raise AgreedError(FrameError("a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", hint=hint))
 
 
-def _rows(wire: Wire, error: Exception | None, said: Sequence[int] = ()) -> np.ndarray:
+def _rows(wire: Communicator, error: Exception | None, said: Sequence[int] = ()) -> np.ndarray:
     """Exchange a row; if a rank has an error, all raise it."""
-    return raise_if_any(wire, error, said, unsaid=PeerLost("a rank failed and did not say why", fix=_NEW))
+    return raise_if_any(wire, error, said, unsaid=PeerLost("a rank failed and did not say why", hint=_NEW))
 
 
 def _closed(ranks: Sequence[int]) -> ChannelClosed:
-    return ChannelClosed("a rank closed the transport", ranks=ranks, fix=_NEW)
+    return ChannelClosed("a rank closed the transport", ranks=ranks, hint=_NEW)
 
 
 def _keep_error(faults: list[Exception], call: Callable[[], Any]) -> None:
     """Call something, unless something has failed already; keep what it raises until the vote."""
     if not faults:
-        error = error_of(call)
+        error = capture_error(call)
         if error is not None:
             faults.append(error)
 
@@ -449,12 +449,12 @@ def _pieces(faults: list[Exception], nbytes: int, make: Callable[[], list[Piece]
     """Return the pieces of `nbytes`; those that cannot be made are zeros, which nobody takes."""
 
     def keeping(write: Callable[[Tensor], object], place: Tensor) -> None:
-        error = error_of(lambda: write(place))
+        error = capture_error(lambda: write(place))
         if error is not None:
             faults.append(error)
             place.zero_()
 
-    made, error = or_error(make)
+    made, error = capture(make)
     faults += [] if error is None else [error]
     zeros: list[Piece] = [(size, Tensor.zero_) for size in piece_sizes(nbytes)]
     return [(size, partial(keeping, write)) for size, write in made or zeros]

@@ -23,13 +23,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dte_dist.plan.schedule import Parcel, pack_buckets
+from dte_dist.plan.schedule import FrameSlot, pack_buckets
 from dte_dist.report import Phases
 from dte_dist.transport.buffers import Buffers, Frame, lies_on, write
-from dte_dist.transport.groups import Pending, Wire
+from dte_dist.transport.groups import Communicator, Pending
 from dte_dist.transport.speed import LinkSpeed
 
-__all__ = ["Relay", "Take"]
+__all__ = ["BucketedBroadcast", "Take"]
 
 PIECE: Final = 256 << 10
 """Bytes of the smallest piece of a chain."""
@@ -42,7 +42,7 @@ _PIECE_SECONDS: Final = 4e-3
 
 _CHAIN_FROM: Final = 1 << 20
 
-Take = Callable[[Parcel, Tensor], None]
+Take = Callable[[FrameSlot, Tensor], None]
 """What a receiver does with one frame; the tensor is a view of the bucket, and stays as it is only if buckets are kept."""
 
 _Bucket = tuple[Tensor, list[Pending]]
@@ -51,7 +51,7 @@ _Bucket = tuple[Tensor, list[Pending]]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One call of `Relay.move` on this rank.
+    """One call of `BucketedBroadcast.move` on this rank.
 
     Attributes:
         buckets: of all frames.
@@ -63,7 +63,7 @@ class _Run:
         phases: where the time goes.
     """
 
-    buckets: Sequence[Sequence[Parcel]]
+    buckets: Sequence[Sequence[FrameSlot]]
     frames: Sequence[Frame]
     line: Sequence[int]
     piece: int
@@ -71,12 +71,12 @@ class _Run:
     keep: bool
     phases: Phases
 
-    def bucket(self, number: int) -> Sequence[Parcel]:
+    def bucket(self, number: int) -> Sequence[FrameSlot]:
         """Return a bucket; nothing behind the last one."""
         return self.buckets[number] if number < len(self.buckets) else ()
 
 
-class Relay:
+class BucketedBroadcast:
     """Moves frames over the channel's data groups.
 
     Args:
@@ -88,7 +88,7 @@ class Relay:
     """
 
     def __init__(
-        self, gather: Wire | None, stream: Wire | None, *, rank: int, root: int, bucket_bytes: int, speed: LinkSpeed | None = None
+        self, gather: Communicator | None, stream: Communicator | None, *, rank: int, root: int, bucket_bytes: int, speed: LinkSpeed | None = None
     ) -> None:
         self._speed = speed or LinkSpeed()
         self._gather, self._stream = gather, stream
@@ -138,12 +138,12 @@ class Relay:
         take = take if self._rank in targets else None
         run = _Run(buckets, frames, line, self._piece() if self._is_chain(total, line) else 0, take, keep and take is not None, phases)
         if self._rank == self._root:
-            self._lead(run)
+            self._run_root(run)
         else:
-            self._follow(run)
+            self._run_receiver(run)
         return self._incoming.error
 
-    def _lead(self, run: _Run) -> None:
+    def _run_root(self, run: _Run) -> None:
         ahead: _Bucket = self._collect(0, run)
         before: list[Pending] = []
         for number, bucket in enumerate(run.buckets):
@@ -174,7 +174,7 @@ class Relay:
                 pending.append(self._gather.receive(place, parcel.source))
         return buffer, pending
 
-    def _follow(self, run: _Run) -> None:
+    def _run_receiver(self, run: _Run) -> None:
         """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if we are a target."""
         sending, coming = self._send_frames(0, run), self._receive_bucket(0, run)
         for number, bucket in enumerate(run.buckets):
@@ -208,7 +208,7 @@ class Relay:
             sending.append(wire.send(frame, self._root))
         return sending
 
-    def _unpack(self, bucket: Sequence[Parcel], buffer: Tensor, run: _Run) -> None:
+    def _unpack(self, bucket: Sequence[FrameSlot], buffer: Tensor, run: _Run) -> None:
         if run.take is None or self._incoming.error is not None:
             return
         with run.phases("decode"):
@@ -267,5 +267,5 @@ class Relay:
             pending.wait()
 
 
-def _size_of(parcels: Sequence[Parcel]) -> int:
+def _size_of(parcels: Sequence[FrameSlot]) -> int:
     return sum(parcel.end - parcel.begin for parcel in parcels)

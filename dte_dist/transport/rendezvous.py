@@ -3,7 +3,7 @@
 1. Each rank takes the next channel number of the group (`Membership.join`).
 2. It comes to the roll call of that number (`call_roll`), and waits until all have come. Who does not come is
    known by name.
-3. They connect (`transport.groups.Wire`). gloo asks the store for the addresses of the others, through a
+3. They connect (`transport.groups.Communicator`). gloo asks the store for the addresses of the others, through a
    `PatientStore`.
 
 A client of the store answers one question at a time. One that waited in it for a key would keep all other
@@ -34,7 +34,7 @@ from dte_dist.transport.notes import number, read_note
 from dte_dist.transport.presence import Process
 
 if TYPE_CHECKING:
-    from dte_dist.transport.groups import Wire
+    from dte_dist.transport.groups import Communicator
     from dte_dist.transport.watch import Watch
 
 __all__ = ["Group", "Membership", "PatientStore", "call_roll", "forget_meeting", "group_of"]
@@ -62,8 +62,8 @@ os.register_at_fork(after_in_child=_note_inherited)
 def _refuse_inherited() -> None:
     """Refuse to take part in a group of the parent process: this one would be counted as the same rank."""
     if _inherited is not None and dist.group.WORLD is _inherited:
-        fix = "sync in the process that made the group; start workers that are to sync by spawn, not fork"
-        raise ChannelClosed("the process group belongs to the process that this one was forked from", fix=fix)
+        hint = "sync in the process that made the group; start workers that are to sync by spawn, not fork"
+        raise ChannelClosed("the process group belongs to the process that this one was forked from", hint=hint)
 
 
 def group_of(group: Group | None) -> dist.ProcessGroup | None:
@@ -211,7 +211,7 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
     return {rank: origin for rank, (origin, _) in enumerate(said)}
 
 
-def forget_meeting(watch: Watch, wires: Iterable[Wire]) -> None:
+def forget_meeting(watch: Watch, wires: Iterable[Communicator]) -> None:
     """Delete what this rank wrote to the store so that all could come together.
 
     Args:
@@ -251,8 +251,8 @@ def _missing(store: dist.Store, mine: Membership) -> list[int] | None:
 
 
 def _no_store() -> PeerLost:
-    fix = "if the rank that keeps it is gone, form a group of the others, and call with that group"
-    return PeerLost("the store of the group cannot be reached", fix=fix)
+    hint = "if the rank that keeps it is gone, form a group of the others, and call with that group"
+    return PeerLost("the store of the group cannot be reached", hint=hint)
 
 
 class PatientStore(dist.Store):

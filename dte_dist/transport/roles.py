@@ -11,10 +11,10 @@ from torch import Tensor
 from dte_dist.plan.transfer import Plan
 from dte_dist.report import Phases
 from dte_dist.transport.buffers import Frame
-from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.exchange import PairwiseExchange
+from dte_dist.transport.groups import Communicator
 from dte_dist.transport.packing import PIECE, piece_sizes
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.relay import BucketedBroadcast
 
 __all__ = ["Move", "Roles", "Take", "mover"]
 
@@ -82,19 +82,19 @@ class Roles:
         return hashlib.blake2b(repr((self.contributors, sorted(self.needs.items()), self.plan)).encode(), digest_size=16).digest()
 
 
-def mover(wire: Wire, rank: int, roles: Roles) -> Move:
+def mover(wire: Communicator, rank: int, roles: Roles) -> Move:
     """Return what moves frames over a group of the members; all of them call it with the same sizes."""
     phases, largest = Phases(), max(piece_sizes(PIECE))
     if len(roles.senders) == 1:
         root, targets = roles.senders[0], roles.receivers(roles.senders[0])
-        relay = Relay(None, wire, rank=rank, root=root, bucket_bytes=largest)
+        relay = BucketedBroadcast(None, wire, rank=rank, root=root, bucket_bytes=largest)
         relay.reserve({root: [largest]}, receiver=rank in targets)
 
         def stream(sizes: Mapping[int, Sequence[int]], mine: Sequence[tuple[int, Frame]], take: Take) -> None:
             relay.move(sizes, [frame for _, frame in mine], targets, lambda parcel, frame: take(parcel.source, parcel.chunk, frame), phases)
 
         return stream
-    exchange = Exchange(wire, rank=rank, sources=roles.senders)
+    exchange = PairwiseExchange(wire, rank=rank, sources=roles.senders)
     sources = [sender for sender in roles.senders if rank in roles.receivers(sender)]
     everyone = sorted({receiver for sender in roles.senders for receiver in roles.receivers(sender)})
     exchange.reserve({sender: [largest] for sender in roles.senders}, receiver=rank in everyone)

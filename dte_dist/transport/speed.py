@@ -26,9 +26,9 @@ class LinkSpeed:
 
     Example:
         >>> speed = LinkSpeed()
-        >>> speed.learn(10_000, 0.5), speed.bytes_per_second
+        >>> speed.measure(10_000, 0.5), speed.bytes_per_second
         (None, None)
-        >>> speed.learn(50_000_000, 0.5), speed.learn(50_000_000, 0.8), speed.bytes_per_second
+        >>> speed.measure(50_000_000, 0.5), speed.measure(50_000_000, 0.8), speed.bytes_per_second
         (None, None, 100000000.0)
     """
 
@@ -38,13 +38,13 @@ class LinkSpeed:
         self.bytes_per_second: float | None = None
         self.agreed: float | None = None
 
-    def hear(self, bytes_per_second: int) -> None:
+    def merge(self, bytes_per_second: int) -> None:
         """Take note of the most that a rank has learnt, this one included; 0 if they know nothing. All ranks hear the same."""
         if bytes_per_second > 0:
             self.agreed = float(bytes_per_second)
             self.bytes_per_second = max(self.bytes_per_second or 0.0, self.agreed)
 
-    def learn(self, nbytes: int, seconds: float) -> None:
+    def measure(self, nbytes: int, seconds: float) -> None:
         """Look at a transfer, if it was large enough to tell."""
         if nbytes >= _ENOUGH and seconds > 0:
             self.bytes_per_second = max(self.bytes_per_second or 0.0, nbytes / seconds)

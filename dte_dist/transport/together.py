@@ -5,7 +5,7 @@ A rank that raised at once would leave the others waiting for it until their tim
 1.   What can fail on one rank alone is called by `error_of` or `or_error`, which keep the error. The rank goes on with nothing to give.
 2. o The next row that the ranks exchange begins with whether this rank failed (`raise_if_any`). If none did, all go on.
 3. o If one did, all exchange the text of their errors, and raise that of the lowest rank (`raise_together`).
-4.   What every rank raises is marked: it comes as `Agreed`. So is the error in what all ranks have seen alike, and judge alike
+4.   What every rank raises is marked: it comes as `AgreedError`. So is the error in what all ranks have seen alike, and judge alike
      (`agreed`). The ranks are in step then, and may go on with the same groups.
 5.   After any other error they are not: a peer is lost, or this rank is about to be, because what it got is
      damaged (`DamagedRow`), say. It says so on the `Board` of the channel, unless another rank has, and drops
@@ -23,11 +23,11 @@ from typing import Final, NoReturn, TypeVar
 import numpy as np
 
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, PeerLost, from_wire, to_wire
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.groups import Communicator
 from dte_dist.transport.guard import DamagedRow
 from dte_dist.transport.watch import Watch
 
-__all__ = ["Agreed", "agreed", "end_together", "error_of", "forget_frames", "or_error", "raise_if_any", "raise_together"]
+__all__ = ["AgreedError", "agreed", "capture", "capture_error", "end_together", "forget_frames", "raise_if_any", "raise_together"]
 
 _TEXT_BYTES: Final = 4096
 _OWN, _FOUND = 1, 2
@@ -35,7 +35,7 @@ _OWN, _FOUND = 1, 2
 _T = TypeVar("_T")
 
 
-class Agreed(Exception):
+class AgreedError(Exception):
     """Carries an error that every rank raises: the ranks are in step, so what they have open stays usable.
 
     Attributes:
@@ -51,7 +51,7 @@ def agreed(call: Callable[[], _T]) -> _T:
     """Call something that raises on every rank or on none, and mark its error so.
 
     Raises:
-        Agreed: with the error of the family, or the ValueError, that it raises.
+        AgreedError: with the error of the family, or the ValueError, that it raises.
         Exception: anything else, a `PeerLost` and a `DamagedRow` as they are: no other rank need have seen
             it.
 
@@ -68,14 +68,14 @@ def agreed(call: Callable[[], _T]) -> _T:
     except (PeerLost, DamagedRow):
         raise
     except (DeltaError, ValueError) as error:
-        raise Agreed(error) from None
+        raise AgreedError(error) from None
 
 
-def or_error(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+def capture(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     """Return what a call returns, or the error that it raises: it is told to all ranks in the next row.
 
     Example:
-        >>> or_error(lambda: 3)
+        >>> capture(lambda: 3)
         (3, None)
     """
     try:
@@ -84,18 +84,18 @@ def or_error(call: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return None, error
 
 
-def error_of(call: Callable[[], object]) -> Exception | None:
+def capture_error(call: Callable[[], object]) -> Exception | None:
     """Call something; return what it raises: it is told to all ranks in the next row.
 
     Example:
-        >>> error_of(lambda: int("one"))
+        >>> capture_error(lambda: int("one"))
         ValueError("invalid literal for int() with base 10: 'one'")
     """
-    return or_error(call)[1]
+    return capture(call)[1]
 
 
 def raise_if_any(
-    wire: Wire, error: Exception | None, said: Sequence[int] | np.ndarray = (), *, unsaid: Exception | None = None
+    wire: Communicator, error: Exception | None, said: Sequence[int] | np.ndarray = (), *, unsaid: Exception | None = None
 ) -> np.ndarray:
     """Exchange a row, and raise the same error on every rank if any rank has one; all members must call.
 
@@ -112,17 +112,17 @@ def raise_if_any(
         What all members say, int64[members, len(said)].
 
     Raises:
-        Agreed: with the error of the lowest rank that has one.
+        AgreedError: with the error of the lowest rank that has one.
         PeerLost: a rank did not answer.
 
     Example:
         >>> from datetime import timedelta
         >>> from dte_dist.transport.groups import Membership
         >>> alone = Membership(0, 1, (0,), dist.HashStore(), "cpu:gloo", timedelta(seconds=60))
-        >>> raise_if_any(Wire("control", [0], alone, "gloo"), None, [7]).tolist()
+        >>> raise_if_any(Communicator("control", [0], alone, "gloo"), None, [7]).tolist()
         [[7]]
     """
-    rows = wire.rows(np.array([_mark(error), *said], np.int64))
+    rows = wire.all_gather_rows(np.array([_mark(error), *said], np.int64))
     if rows[:, 0].any():
         counts = rows[:, 0] == (_OWN if (rows[:, 0] == _OWN).any() else _FOUND)
         among = [rank for rank, counted in zip(wire.members, counts, strict=True) if counted]
@@ -138,7 +138,7 @@ def _mark(error: Exception | None) -> int:
 
 
 def raise_together(
-    wire: Wire,
+    wire: Communicator,
     error: Exception | None,
     *,
     unsaid: Exception | None = None,
@@ -156,21 +156,21 @@ def raise_together(
         among: ranks whose errors count, the same on all members; None for all.
 
     Raises:
-        Agreed: with that error.
+        AgreedError: with that error.
         PeerLost: a rank did not answer.
     """
-    texts = wire.texts(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
+    texts = wire.all_gather_bytes(to_wire(error, _TEXT_BYTES) if error is not None else bytes(_TEXT_BYTES))
     said = zip(wire.members, texts, strict=True)
     failed = {rank: text for rank, text in said if text.strip(b"\0") and (among is None or rank in among)}
     told = from_wire(next(iter(failed.values()))) if failed else None
     if told is None:
         what, expected = "a rank said that it failed, but not how", "the text of an error"
-        raise unsaid or Agreed(FrameError(what, expected=expected, got="nothing", fix="call again"))
+        raise unsaid or AgreedError(FrameError(what, expected=expected, got="nothing", hint="call again"))
     is_common = len(failed) == len(wire.members) and len(set(failed.values())) == 1
     where = f" (raised on rank {', '.join(map(str, failed))} of the group)"
     text = str(told) if is_common else f"{told}{where}"
     facts = {"lost": told.lost, "late": told.late} if isinstance(told, PeerLost) else {}
-    marked = Agreed(type(told)(text, **facts))
+    marked = AgreedError(type(told)(text, **facts))
     marked.error.__cause__ = error
     raise marked
 

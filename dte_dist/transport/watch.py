@@ -84,7 +84,7 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 class Watched(Protocol):
-    """What a watch needs of the groups of a channel (`transport.groups.Wire`)."""
+    """What a watch needs of the groups of a channel (`transport.groups.Communicator`)."""
 
     def kill(self) -> None:
         """Close all connections."""
@@ -315,8 +315,8 @@ class Watch:
         one, several = "its connection closed", "their connections closed"
         if self.ended().issuperset(gone):
             one, several = "its process has ended", "their processes have ended"
-        fix = "start what died again or form a group of the survivors, and call again with that group"
-        return PeerLost(f"{names(gone)} died ({one if len(gone) == 1 else several})", lost=gone, fix=fix)
+        hint = "start what died again or form a group of the survivors, and call again with that group"
+        return PeerLost(f"{names(gone)} died ({one if len(gone) == 1 else several})", lost=gone, hint=hint)
 
     def kill(self) -> None:
         """Close the connections of the channel: whoever waits on them fails, here and on other ranks."""

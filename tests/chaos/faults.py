@@ -24,7 +24,7 @@ from torch import Tensor
 
 import dte_dist
 from dte_dist import DeltaError
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.groups import Communicator
 from tests.chaos.interrupts import Alarm, Interrupt, broken_at
 from tests.chaos.model import Model
 
@@ -81,7 +81,7 @@ class _Late:
 def _flipped(at: int, where: float) -> Iterator[None]:
     """Flip one bit in operation number `at` on any wire: of a copy that is sent, or of what was received."""
     count, kept = 0, list[Tensor]()
-    originals = {name: getattr(Wire, name) for name in ("send", "receive", "broadcast")}
+    originals = {name: getattr(Communicator, name) for name in ("send", "receive", "broadcast")}
 
     def flip(tensor: Tensor) -> None:
         raw = tensor.reshape(-1).view(torch.uint8)
@@ -90,7 +90,7 @@ def _flipped(at: int, where: float) -> Iterator[None]:
             raw[bit // 8] ^= 1 << bit % 8
 
     def wrapped(name: str) -> Callable[..., Any]:
-        def method(wire: Wire, tensor: Tensor, peer: int) -> Any:
+        def method(wire: Communicator, tensor: Tensor, peer: int) -> Any:
             nonlocal count
             count += 1
             if count - 1 != at:
@@ -104,12 +104,12 @@ def _flipped(at: int, where: float) -> Iterator[None]:
         return method
 
     for name in originals:
-        setattr(Wire, name, wrapped(name))
+        setattr(Communicator, name, wrapped(name))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(Wire, name, original)
+            setattr(Communicator, name, original)
 
 
 @contextmanager

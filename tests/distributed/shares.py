@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dte_dist import DeltaEngine, Layout, Plan, Transport, kernels
-from dte_dist.plan.model_map import Holding
+from dte_dist.plan.model_map import RankLayout
 from tests.distributed.cases import Case, local_tensor, same_bits
 
 VERSIONS = 3
@@ -82,7 +82,7 @@ def peers_and_plan(case: Case) -> tuple[list[Peer], Plan]:
     peers = [Peer(case, rank) for rank in range(len(case.group))]
     wire = {name: str(dtype).removeprefix("torch.") for name, dtype in case.wire.items()} or None
     sources = {
-        peer.rank: Holding(peer.source.manifest, peer.source.coordinates, wire)
+        peer.rank: RankLayout(peer.source.manifest, peer.source.coordinates, wire)
         for peer in sorted(peers, key=lambda peer: case.sources.index(case.group[peer.rank]) if peer.source is not None else -1)
         if peer.source is not None
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.engine.receiver import ReceiverState
+from dte_dist.engine.receiver import Receiver
 from dte_dist.errors import DeltaError
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
@@ -110,11 +110,11 @@ def failing_vote(rank: int, world: int, route: str) -> list[Any]:
     trainer = Trainer(rank)
     found = [trainer.try_sync(route) for _ in range(3)]
     if rank == 4:
-        take = ReceiverState._take
-        ReceiverState._take = lambda *_: (_ for _ in ()).throw(dte_dist.errors.FrameError("for the test"))
+        take = Receiver._take
+        Receiver._take = lambda *_: (_ for _ in ()).throw(dte_dist.errors.FrameError("for the test"))
     found.append(trainer.try_sync(route))
     if rank == 4:
-        ReceiverState._take = take
+        Receiver._take = take
     return found + [trainer.try_sync(route) for _ in range(2)]
 
 
@@ -143,7 +143,7 @@ def lost(rank: int, world: int) -> list[Any]:
     trainer = Trainer(rank)
     found = [trainer.try_sync("broadcast") for _ in range(2)]
     if rank == 3:
-        parts_of(trainer.layout).receiver._history.drop()
+        parts_of(trainer.layout).receiver._history.reset()
     found += [trainer.try_sync("broadcast") for _ in range(3)]
     dist.barrier()
     return found

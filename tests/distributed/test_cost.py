@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dte_dist
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.groups import Communicator
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 
@@ -91,7 +91,7 @@ def test_memory_is_snapshot_patch_and_two_buckets_and_does_not_grow(ranks, capsy
 def _count(rank: int, world: int, tensors: int, changes: int) -> tuple[list[dict[str, int]], int]:
     """Count the operations of each of some syncs by kind, with `tensors` tensors of the same total size."""
     counted: Counter[str] = Counter()
-    begin = Wire._start
+    begin = Communicator._start
 
     def counting(self, what, *args):
         counted[f"{self.name}: {what}"] += 1
@@ -101,7 +101,7 @@ def _count(rank: int, world: int, tensors: int, changes: int) -> tuple[list[dict
     model = torch.nn.Module()
     for index in range(tensors):
         model.register_parameter(f"p{index:05}", torch.nn.Parameter(torch.full((each,), 1.0 + rank), requires_grad=False))
-    Wire._start = counting
+    Communicator._start = counting
     try:
         rows = []
         for step in range(3):
@@ -112,7 +112,7 @@ def _count(rank: int, world: int, tensors: int, changes: int) -> tuple[list[dict
             dte_dist.delta_broadcast(model)
             rows.append(dict(counted))
     finally:
-        Wire._start = begin
+        Communicator._start = begin
     wrong = sum(not same_bits(mine, part) for mine, part in zip(model.parameters(), _truth(2, changes).split(each), strict=True))
     dte_dist.close(model)
     return rows, wrong

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dte_dist
 from dte_dist.collectives import agreement
 from dte_dist.plan.model_map import ModelMap
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.groups import Communicator
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, digest, facts, same, sync
 
@@ -44,21 +44,21 @@ class Done:
 
 @contextmanager
 def damage(
-    here: bool, number: int, sender: int, word: int, *, method: str = "swap_all", by: int = 8
+    here: bool, number: int, sender: int, word: int, *, method: str = "all_gather", by: int = 8
 ) -> Iterator[None]:
     """Add to a word of what a rank sent, once it came here with an exchange (from 1) on the control group."""
-    original, calls = getattr(Wire, method), []
+    original, calls = getattr(Communicator, method), []
 
-    def at_fault(wire: Wire) -> bool:
+    def at_fault(wire: Communicator) -> bool:
         calls.extend([1] if wire.name == "control" else [])
         return wire.name == "control" and len(calls) == number
 
-    def swap_all(wire: Wire, parts: dict[int, Tensor]) -> None:
+    def all_gather(wire: Communicator, parts: dict[int, Tensor]) -> None:
         original(wire, parts)
         if at_fault(wire):
             parts[sender][word] += by
 
-    def broadcast(wire: Wire, tensor: Tensor, root: int) -> Any:
+    def broadcast(wire: Communicator, tensor: Tensor, root: int) -> Any:
         pending = original(wire, tensor, root)
         if not at_fault(wire):
             return pending
@@ -68,7 +68,7 @@ def damage(
 
     with pytest.MonkeyPatch.context() as patch:
         if here:
-            patch.setattr(Wire, method, {"swap_all": swap_all, "broadcast": broadcast}[method])
+            patch.setattr(Communicator, method, {"all_gather": all_gather, "broadcast": broadcast}[method])
         yield
         assert not here or len(calls) >= number, f"there were {len(calls)} exchanges only"
 
@@ -229,15 +229,15 @@ def in_an_opening(
 
 
 OPENING: dict[str, dict[str, Any]] = {
-    "the size of a description": {"number": 1, "word": 2, "method": "swap_all"},
-    "the number of coordinates": {"number": 1, "word": 3, "method": "swap_all"},
-    "a digest": {"number": 1, "word": 4, "method": "swap_all"},
+    "the size of a description": {"number": 1, "word": 2, "method": "all_gather"},
+    "the number of coordinates": {"number": 1, "word": 3, "method": "all_gather"},
+    "a digest": {"number": 1, "word": 4, "method": "all_gather"},
     "a description": {"number": 1, "word": 9, "method": "broadcast"},
     "its guard": {"number": 1, "word": -1, "method": "broadcast"},
-    "coordinates": {"number": 2, "word": 0, "method": "swap_all"},
-    "the plan": {"number": 3, "word": 1, "method": "swap_all"},
-    "digests of what both sources hold": {"number": 4, "word": 1, "method": "swap_all"},
-    "the last row": {"number": 5, "word": 0, "method": "swap_all"},
+    "coordinates": {"number": 2, "word": 0, "method": "all_gather"},
+    "the plan": {"number": 3, "word": 1, "method": "all_gather"},
+    "digests of what both sources hold": {"number": 4, "word": 1, "method": "all_gather"},
+    "the last row": {"number": 5, "word": 0, "method": "all_gather"},
 }
 
 

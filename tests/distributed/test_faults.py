@@ -15,11 +15,11 @@ import torch.distributed as dist
 import dte_dist
 from dte_dist.change.snapshot import Snapshot
 from dte_dist.engine.control import ControlRow
-from dte_dist.engine.lanes import RelayLanes
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState
+from dte_dist.engine.lanes import BroadcastLanes
+from dte_dist.engine.receiver import Receiver
+from dte_dist.engine.source import Source
 from dte_dist.errors import PeerLost
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.relay import BucketedBroadcast
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, facts, model, nudge, prints, same, sync
 
@@ -116,7 +116,7 @@ def seed_fails(rank: int, world: int, who: int, where: str) -> Any:
     def call() -> dte_dist.SyncReport:
         return sync(rows.layout, src=[0, 1], bucket_bytes=256)
 
-    place: Any = RelayLanes if where == "write_seed" else ReceiverState if where == "_place" else SourceState
+    place: Any = BroadcastLanes if where == "write_seed" else Receiver if where == "_place" else Source
     with failing(place, where, 2 if where != "commit" else 1, OSError("no room"), rank == who):
         error = caught(call)
     first = facts(call())[:4]
@@ -144,7 +144,7 @@ def seed_beside_a_delta_fails(rank: int, world: int) -> Any:
     for step in range(3):
         if rank == 0:
             nudge(module, "0.weight", step + 1)
-        with failing(ReceiverState, "_place", 1, OSError("no room"), rank == 3 and step == 0):
+        with failing(Receiver, "_place", 1, OSError("no room"), rank == 3 and step == 0):
             reports: list[Any] = []
             error = caught(lambda found=reports: found.append(facts(sync(module))))
         report = reports[0][:4] + reports[0][10:] if reports else error
@@ -166,9 +166,9 @@ def test_a_seed_that_fails_beside_a_delta_leaves_the_others_at_the_new_version(r
 # Failures of a rank's own ------------------------------------------------------------------------------------------------
 
 PLACES = {
-    "a source before it sends": (1, SourceState, "frames", 2),
-    "the root while it relays": (0, Relay, "_send_bucket", 2),
-    "a receiver before it decodes": (2, Relay, "_receive_bucket", 2),
+    "a source before it sends": (1, Source, "frames", 2),
+    "the root while it relays": (0, BucketedBroadcast, "_send_bucket", 2),
+    "a receiver before it decodes": (2, BucketedBroadcast, "_receive_bucket", 2),
 }
 
 

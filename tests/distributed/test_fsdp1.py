@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dte_dist
-from dte_dist import DeltaEngine, Holding, Layout, Plan, ProcessGroupTransport
+from dte_dist import DeltaEngine, Layout, Plan, ProcessGroupTransport, RankLayout
 from tests.distributed.flat_models import CPU, Model, Trainer, evaluated, half, prints, synced, whole, wrapped
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT
@@ -176,7 +176,7 @@ def along_a_plan(rank, world):
     model = wrapped(Model() if rank < 2 else Model(7), group=group)
     layout = Layout.from_module(model)
     held = [None] * world
-    dist.all_gather_object(held, Holding(layout.manifest, layout.coordinates))
+    dist.all_gather_object(held, RankLayout(layout.manifest, layout.coordinates))
     plan = Plan.between({0: held[0], 1: held[1]}, {2: held[2], 3: held[3]})
     transport = ProcessGroupTransport(dist.group.WORLD, plan=plan)
     engine = DeltaEngine(transport, plan=plan, rank=rank, timeout=TIMEOUT)

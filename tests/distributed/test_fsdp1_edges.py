@@ -107,7 +107,7 @@ def test_inside_a_pass_is_refused_by_name(ranks, orig):
         for kind, text in (each for pair in texts.values() for each in pair):
             assert kind == "LayoutMismatch"
             assert "is in a pass or summoned" in text
-            assert "slot 'embed.weight'" in text or "slot 'blocks." in text
+            assert "tensor 'embed.weight'" in text or "tensor 'blocks." in text
             assert "after forward, backward and summon_full_params" in text
 
 
@@ -126,7 +126,7 @@ def test_a_pass_of_a_wrapper_without_parameters_is_noticed(ranks):
     for inside_of, after in ranks.run(without_parameters):
         assert inside_of[0] == "LayoutMismatch"
         assert "is in a pass or summoned" in inside_of[1]
-        assert "slot '0.bias'" in inside_of[1] or "slot '0.weight'" in inside_of[1]
+        assert "tensor '0.bias'" in inside_of[1] or "tensor '0.weight'" in inside_of[1]
         assert after == ("", "")
 
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_told_is_refused_by_name(ranks):
         for (what, _), (kind, text) in texts.items():
             assert kind == LayoutMismatch.__name__
             assert expected[what] in text
-            assert "slot '" in text
+            assert "tensor '" in text
 
 
 def partial(rank, world, orig):

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dte_dist import Layout
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.transport.relay import Relay
+from dte_dist.engine.receiver import Receiver
+from dte_dist.transport.relay import BucketedBroadcast
 from tests.distributed.launcher import Outcome, Ranks
 from tests.distributed.tools import caught, channel_of, digest, parts_of, sync
 
@@ -64,7 +64,7 @@ def begin(rank: int, world: int, over_tcp: bool) -> list[str]:
             step(number)
         report = call(2)
     assert (report.version, report.kind) == (2, "delta")
-    parts_of(STATE["layout"]).letters.room = 0  # on all ranks: the next delta takes its route, however small
+    parts_of(STATE["layout"]).inline.capacity = 0  # on all ranks: the next delta takes its route, however small
     return bits()
 
 
@@ -81,7 +81,7 @@ def broken_sync(rank: int, world: int, victim: int | None, flag: str, patience: 
 
 def block_at(rank: int, flag: str) -> None:
     """Make a receiver stop before it takes its second frame, the root before its second bucket, the other source before it sends any."""
-    place, name, number = {0: (Relay, "_send_bucket", 2), 1: (Relay, "move", 1)}.get(rank, (ReceiverState, "take", 2))
+    place, name, number = {0: (BucketedBroadcast, "_send_bucket", 2), 1: (BucketedBroadcast, "move", 1)}.get(rank, (Receiver, "take", 2))
     original, calls = getattr(place, name), []
 
     def stopping(*args: Any, **kept: Any) -> Any:

@@ -287,7 +287,7 @@ def read_inside_forward(rank, world, build_before):
 def test_inside_a_forward_is_refused_by_name(ranks, build_before):
     for (text,) in ranks.run(read_inside_forward, build_before):
         assert "stays unsharded" in text
-        assert "slot '0.weight'" in text
+        assert "tensor '0.weight'" in text
         assert "not inside" in text
 
 
@@ -326,9 +326,9 @@ def sharded_later(rank, world):
 
 def test_a_module_that_is_sharded_later_is_refused(ranks):
     for (first, second, freed), shards in ranks.run(sharded_later):
-        assert "slot 'bias'" in first == second
+        assert "tensor 'bias'" in first == second
         assert "placement" in first
-        assert "storage of the tensor has been freed [slot 'bias']" in freed
+        assert "storage of the tensor has been freed [tensor 'bias']" in freed
         assert shards == ["Tensor", "Tensor"]
 
 
@@ -353,12 +353,12 @@ def refusals(rank, world):
 def test_placements_without_a_layout_are_refused_by_name(ranks):
     results = ranks.run(refusals)
     for rank, texts in enumerate(results):
-        assert "not reduced yet [slot 'partial']" in texts["partial"]
+        assert "not reduced yet [tensor 'partial']" in texts["partial"]
         assert "redistribute" in texts["partial"]
-        assert "slot 'strided'" in texts["strided"]
-        assert "slot 'meta'" in texts["meta"]
+        assert "tensor 'strided'" in texts["strided"]
+        assert "tensor 'meta'" in texts["meta"]
         assert ("mislaid" in texts) == (rank >= 2), "chunks of nine rows are 3, 3, 3, 0"
-    assert "slot 'mislaid'; expected (3, 2); got (2, 2)" in results[3]["mislaid"]
+    assert "tensor 'mislaid'; expected (3, 2); got (2, 2)" in results[3]["mislaid"]
 
 
 def flattened(rank, world):

@@ -185,7 +185,7 @@ def test_stages_that_count_their_layers_from_0_are_refused_and_renaming_them_hel
     found = ranks.run(stages)
     (kind, text), untouched = same([one[:2] for one in found])
     assert kind == "LayoutMismatch" and OTHERS in text and untouched
-    assert "(2 tensors in all) [slot 'layers.0.weight'; ranks 0, 1]" in text
+    assert "(2 tensors in all) [tensor 'layers.0.weight'; ranks 0, 1]" in text
     assert all(way in text for way in ("rename=", "one mesh", "src=", "select="))
     sent = {
         "layers.0.weight": [1.0],
@@ -221,10 +221,10 @@ def test_tensors_on_different_meshes_may_be_copies_and_nothing_else(
     assert error == ("", "") and copy == {"a.weight": [3.0], "b.weight": [5.0]}
     (kind, text), copy = same(ranks.run(on_meshes, [5.0, 5.0, 6.0, 6.0], cut, how))
     assert kind == "LayoutMismatch" and OTHERS in text and copy == {"a.weight": [-1.0], "b.weight": [-1.0]}
-    assert f"[slot 'b.weight'; ranks {'0, 1, 2, 3' if cut else '0, 2'}]" in text and "in all" not in text
+    assert f"[tensor 'b.weight'; ranks {'0, 1, 2, 3' if cut else '0, 2'}]" in text and "in all" not in text
     (kind, text), _ = same(ranks.run(on_meshes, [5.0, 5.0, 5.0, 7.0], cut, how))
     assert kind == ("LayoutMismatch" if cut else ""), "of replicas on a mesh one speaks for all"
-    assert ("[slot 'b.weight'; ranks 1, 3]" in text) == cut
+    assert ("[tensor 'b.weight'; ranks 1, 3]" in text) == cut
 
 
 def hybrid(rank: int, world: int) -> Any:
@@ -257,8 +257,8 @@ def experts(rank: int, world: int, is_same: bool, select: list[str] | None = Non
 def test_experts_of_one_name_beside_a_sharded_module_are_refused_unless_they_are_equal(ranks: Ranks) -> None:
     found = ranks.run(experts, False)
     kind, text = same([error for error, _ in found])
-    assert kind == "LayoutMismatch" and "[slot 'expert.weight'; ranks 0, 1]" in text
-    found = ranks.run(experts, False, ["dense.*"])  # the way out if they are copies that drifted apart
+    assert kind == "LayoutMismatch" and "[tensor 'expert.weight'; ranks 0, 1]" in text
+    found = ranks.run(experts, False, ["dense.*"])  # the hint if they are copies that drifted apart
     assert same([error for error, _ in found]) == ("", "") and found[3][1]["expert.weight"] == [7.0]
     found = ranks.run(experts, True)
     assert same([error for error, _ in found]) == ("", "") and found[2][1] == {
@@ -312,7 +312,7 @@ def test_it_is_bits_that_differ_not_numbers(ranks: Ranks, kind: str, is_refused:
     error, text = same(ranks.run(bit_twins, kind))
     assert (
         error == ("LayoutMismatch" if is_refused else "")
-        and ("[slot 'b.weight'; ranks 0, 1]" in text) == is_refused
+        and ("[tensor 'b.weight'; ranks 0, 1]" in text) == is_refused
     )
 
 
@@ -367,7 +367,7 @@ def test_what_differs_is_refused_where_it_is_no_buffer_or_the_ranks_share_nothin
     kind, text = same([error for error, _, _ in found])
     assert (
         kind == "LayoutMismatch"
-        and "(2 tensors in all) [slot 'norm.num_batches_tracked'; ranks 0, 1]" in text
+        and "(2 tensors in all) [tensor 'norm.num_batches_tracked'; ranks 0, 1]" in text
     )
     assert [held for _, _, held in found] == [(0.0, 10), (1.0, 11), (2.0, 12), (3.0, 13)]
 
@@ -385,7 +385,7 @@ def parameter_or_buffer(rank: int, world: int) -> Any:
 
 def test_a_buffer_on_some_sources_only_is_refused(ranks: Ranks) -> None:
     kind, text = same(ranks.run(parameter_or_buffer))
-    assert kind == "LayoutMismatch" and "[slot 'w'; ranks 0, 1]" in text
+    assert kind == "LayoutMismatch" and "[tensor 'w'; ranks 0, 1]" in text
 
 
 def unreadable(rank: int, world: int) -> Any:

@@ -70,7 +70,7 @@ def test_ranks_that_wait_for_each_other_in_two_channels_are_told_soon_and_go_on(
 ) -> None:
     (name, text, soon), (first, second), reports, *_ = same(ranks.run(crossed, late, True))
     assert name == "OrderMismatch" and soon
-    assert f"in channel {first}, rank 1 in channel {second}. Way out: call the channels" in text
+    assert f"in channel {first}, rank 1 in channel {second}. Hint: call the channels" in text
     assert reports == [(2, 1, "delta", "", 3), (2, 1, "delta", "", 2), (3, 2, "delta", "", 0), (3, 2, "delta", "", 0)]
 
 

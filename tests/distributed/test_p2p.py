@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dte_dist
-from dte_dist.report import size
-from dte_dist.transport.groups import Wire
+from dte_dist.report import format_bytes
+from dte_dist.transport.groups import Communicator
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 
@@ -56,10 +56,10 @@ class _Counted:
 
     def __enter__(self) -> _Counted:
         self.sent = self.received = 0
-        self._kept = Wire.send, Wire.receive, Wire.broadcast, Wire.swap_all
+        self._kept = Communicator.send, Communicator.receive, Communicator.broadcast, Communicator.all_gather
         rows = []
 
-        def swap_all(wire, parts):
+        def all_gather(wire, parts):
             rows.append(parts)
             self._kept[3](wire, parts)
             rows.clear()
@@ -76,11 +76,11 @@ class _Counted:
             self.received += tensor.numel() if wire.rank != root else 0
             return self._kept[2](wire, tensor, root)
 
-        Wire.send, Wire.receive, Wire.broadcast, Wire.swap_all = send, receive, broadcast, swap_all
+        Communicator.send, Communicator.receive, Communicator.broadcast, Communicator.all_gather = send, receive, broadcast, all_gather
         return self
 
     def __exit__(self, *_: object) -> None:
-        Wire.send, Wire.receive, Wire.broadcast, Wire.swap_all = self._kept
+        Communicator.send, Communicator.receive, Communicator.broadcast, Communicator.all_gather = self._kept
 
 
 def four_to_two(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
@@ -130,9 +130,9 @@ def auto(rank: int, world: int, sources: list[int], receivers: list[int] | None)
 def test_auto_takes_the_route_whose_busiest_rank_moves_least(ranks) -> None:
     everything = ROWS * COLUMNS * 2
     for found in ranks.run(auto, [0, 1, 2, 3], [4, 5]):
-        assert found == [("p2p", f"busiest rank {size(everything / 2)}, {size(everything)} over broadcast", True)] * 3
+        assert found == [("p2p", f"busiest rank {format_bytes(everything / 2)}, {format_bytes(everything)} over broadcast", True)] * 3
     for found in ranks.run(auto, [0], None):
-        assert found == [("broadcast", f"busiest rank {size(everything)}, {size(5 * everything)} over p2p", True)] * 3
+        assert found == [("broadcast", f"busiest rank {format_bytes(everything)}, {format_bytes(5 * everything)} over p2p", True)] * 3
 
 
 def colocated(rank: int, world: int) -> tuple[list[bool], list[str], list[bool]]:

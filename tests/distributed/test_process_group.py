@@ -20,7 +20,7 @@ import dte_dist
 from dte_dist import DeltaEngine, Layout, Payload, PeerLost, Plan, ProcessGroupTransport
 from dte_dist.engine.payload import Change, write_payload
 from dte_dist.transport import packing, process_group
-from dte_dist.transport.groups import Wire
+from dte_dist.transport.groups import Communicator
 from dte_dist.transport.packing import Arrival, Packed
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Outcome, Ranks
@@ -313,14 +313,14 @@ class Counted:
     def __enter__(self) -> Counted:
         self.sent: dict[int, int] = {}
         self._patch = pytest.MonkeyPatch()
-        send = Wire.send
+        send = Communicator.send
 
-        def counted(wire: Wire, tensor: torch.Tensor, to: int) -> Any:
+        def counted(wire: Communicator, tensor: torch.Tensor, to: int) -> Any:
             if tensor.dtype == torch.uint8:
                 self.sent[to] = self.sent.get(to, 0) + tensor.numel()
             return send(wire, tensor, to)
 
-        self._patch.setattr(Wire, "send", counted)
+        self._patch.setattr(Communicator, "send", counted)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -411,7 +411,7 @@ def as_a_user_would(rank: int, world: int) -> tuple[list[str], list[str]]:
         module.register_parameter(name, torch.nn.Parameter(tensor))
     layout = Layout.from_module(module)
     held: list[Any] = [None] * world
-    dist.all_gather_object(held, dte_dist.Holding(layout.manifest, layout.coordinates))
+    dist.all_gather_object(held, dte_dist.RankLayout(layout.manifest, layout.coordinates))
     plan = Plan.between({each: held[each] for each in trainers}, {each: held[each] for each in rollouts})
     transport = ProcessGroupTransport(plan=plan, timeout=PATIENCE)
     engine = DeltaEngine(transport, plan=plan, rank=rank, timeout=PATIENCE)

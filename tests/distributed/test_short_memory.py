@@ -1,6 +1,6 @@
 """Distributed tier, four ranks over gloo: memory that is short on one rank, wherever a sync asks for it.
 
-All ranks raise the same error, which names the rank, the bytes and the way out; nothing has moved, the
+All ranks raise the same error, which names the rank, the bytes and the hint; nothing has moved, the
 channel stays, and the next sync is a delta that contains this one. Only what a seed wrote is seeded again.
 """
 
@@ -18,8 +18,8 @@ import torch
 import dte_dist
 from dte_dist import Layout, kernels
 from dte_dist.codec import FrameWriter
-from dte_dist.engine.lanes import PairLane, RelayLanes
-from dte_dist.engine.receiver import ReceiverState
+from dte_dist.engine.lanes import BroadcastLanes, Lane
+from dte_dist.engine.receiver import Receiver
 from dte_dist.transport import buffers, packing, relay
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, same, sync
@@ -121,12 +121,12 @@ def told(errors: list[tuple[str, str]], poor: int, kind: str = "SyncFailed") -> 
 
 
 def delta(
-    rank: int, world: int, poor: int, error: Exception, calls: int, *, chain: bool = False, **options: Any
+    rank: int, world: int, poor: int, error: Exception, calls: int, *, state: bool = False, **options: Any
 ) -> dict[str, Any]:
     """A delta that is too large for one rank; what its error says to do, with no more memory; and so on."""
     model, found = Model(rank, colocated=True), dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch:
-        if chain:
+        if state:
             patch.setattr(relay, "_CHAIN_FROM", 1)
             patch.setattr(relay, "PIECE", 512)
         model.sync(**options)
@@ -177,7 +177,7 @@ def test_a_delta_that_one_rank_has_no_memory_for_moves_nobody(
 
 
 def staged(rank: int, world: int, poor: int, place: Any, name: str, *, small: bool) -> dict[str, Any]:
-    """Memory that is short where frames are read or made, in letters or in buckets."""
+    """Memory that is short where frames are read or made, in inline frames or in buckets."""
     model, found = Model(rank, colocated=True), dict[str, Any]()
     for step in range(3):
         model.change(step) if not small or step == 0 else model.few(step)
@@ -191,12 +191,12 @@ def staged(rank: int, world: int, poor: int, place: Any, name: str, *, small: bo
     return found
 
 
-@pytest.mark.parametrize("small", [True, False], ids=["letters", "buckets"])
+@pytest.mark.parametrize("small", [True, False], ids=["inline frames", "buckets"])
 @pytest.mark.parametrize(
     ("poor", "place", "name"),
     [
-        (0, ReceiverState, "_take"),
-        (3, ReceiverState, "_take"),
+        (0, Receiver, "_take"),
+        (3, Receiver, "_take"),
         (0, FrameWriter, "finish"),
         (1, FrameWriter, "finish"),
     ],
@@ -252,12 +252,12 @@ def test_two_buckets_that_one_rank_has_no_memory_for_are_told_before_anything_mo
 
 
 SEEDS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
-    "a source writes": (1, RelayLanes, "write_seed", {}),
-    "a source of higher rank than the receivers writes": (2, RelayLanes, "write_seed", {"last": True}),
-    "a source translates": (1, PairLane, "fetch", {"route": "p2p"}),
-    "a source of higher rank translates": (3, PairLane, "fetch", {"route": "p2p", "last": True}),
-    "a receiver writes": (2, ReceiverState, "_place", {}),
-    "a receiver of the p2p route writes": (3, ReceiverState, "_place", {"route": "p2p"}),
+    "a source writes": (1, BroadcastLanes, "write_seed", {}),
+    "a source of higher rank than the receivers writes": (2, BroadcastLanes, "write_seed", {"last": True}),
+    "a source translates": (1, Lane, "fetch", {"route": "p2p"}),
+    "a source of higher rank translates": (3, Lane, "fetch", {"route": "p2p", "last": True}),
+    "a receiver writes": (2, Receiver, "_place", {}),
+    "a receiver of the p2p route writes": (3, Receiver, "_place", {"route": "p2p"}),
 }
 
 

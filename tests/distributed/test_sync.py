@@ -25,11 +25,11 @@ import dte_dist
 from dte_dist import Layout
 from dte_dist.collectives import registry
 from dte_dist.collectives.sync import Sync
-from dte_dist.engine.receiver import ReceiverState
+from dte_dist.engine.receiver import Receiver
 from dte_dist.errors import PeerLost
 from dte_dist.patch import StagedPatch
 from dte_dist.plan.schedule import SEGMENT
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.relay import BucketedBroadcast
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, model, nudge, parts_of, prints, same, sync
 
@@ -678,8 +678,8 @@ def both_groups_fail_apart(rank: int, world: int) -> Any:
     for group in (near, far):
         if rank in dist.get_process_group_ranks(group):
             error = caught(lambda g=group: sync(module, g))
-            chain = (parts_of(module, group).source or parts_of(module, group).receiver).chain
-            seen.append((error[0], chain.version))
+            state = (parts_of(module, group).source or parts_of(module, group).receiver).state
+            seen.append((error[0], state.version))
     return seen
 
 
@@ -868,7 +868,7 @@ def misfit(rank: int, world: int, kind: str, who: int) -> Any:
 @pytest.mark.parametrize("kind", MISFITS)
 def test_models_that_do_not_fit_are_named_on_every_rank_when_the_channel_opens(ranks: Ranks, kind: str, who: int) -> None:
     (name, text), untouched, version, _ = same(ranks.run(misfit, kind, who))
-    assert name == "LayoutMismatch" and f"slot '{MISFITS[kind][1]}" in text and "ranks" in text and untouched and version == 1
+    assert name == "LayoutMismatch" and f"tensor '{MISFITS[kind][1]}" in text and "ranks" in text and untouched and version == 1
 
 
 def two_of_a_name(rank: int, world: int) -> Any:
@@ -914,12 +914,12 @@ WRONG: dict[str, dict[str, Any]] = {
     "wire text": {"wire_dtype": "bf17"}, "wires text": {"wire_dtype": {"w": "bloat16"}},
     "less than a millisecond": {"timeout": 1e-4}, "more than the clock has": {"timeout": 1e10},
     "select number": {"select": 3}, "select nothing": {"select": ["lyers.*"]}, "select none": {"select": lambda name: False},
-    "rename text": {"rename": "w"}, "half a letter": {"rename": "{}\udcff".format}, "into text": {"into": "copy"},
+    "rename text": {"rename": "w"}, "half a inline payload": {"rename": "{}\udcff".format}, "into text": {"into": "copy"},
     "into number": {"into": 3}, "no name": {"name": ""}, "name number": {"name": 3},
 }  # fmt: skip
 TEXTS = {
     "select nothing": "'lyers.*', and the names are 'steps', '0.weight', '0.bias', '1.weight' and 2 more",
-    "select none": "it is a function, and", "half a letter": r"'steps\udcff' for 'steps': it has a lone surrogate",
+    "select none": "it is a function, and", "half a inline payload": r"'steps\udcff' for 'steps': it has a lone surrogate",
 }  # fmt: skip
 """What errors must say where a channel opens."""
 NO_MODULE: dict[str, dict[str, Any]] = {"none": {"module": None}, "a dict": {"module": {}}, "a tensor": {"module": torch.zeros(3)}}
@@ -1095,7 +1095,7 @@ def damaged_in_transit(rank: int, world: int, where: str) -> Any:
     before = rows.whole(1)
     if rank == 0:
         rows.parts[0].neg_()
-    place, name, who = (Relay, "_send_bucket", 0) if where == "sent" else (ReceiverState, "take", 2)
+    place, name, who = (BucketedBroadcast, "_send_bucket", 0) if where == "sent" else (Receiver, "take", 2)
     original, calls = getattr(place, name), []
 
     def damaging(self: Any, buffer: torch.Tensor, other: Any) -> Any:
@@ -1127,7 +1127,7 @@ def source_fails_after_the_gather(rank: int, world: int) -> Any:
     before = digest(rows.parts[0]), digest(snapshot)
     if rank < 2:
         rows.parts[0].neg_()
-    move = Relay.move
+    move = BucketedBroadcast.move
 
     def failing(*args: Any, **kept: Any) -> None:
         move(*args, **kept)
@@ -1136,7 +1136,7 @@ def source_fails_after_the_gather(rank: int, world: int) -> Any:
     cause, begin = None, time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Relay, "move", failing)
+            patch.setattr(BucketedBroadcast, "move", failing)
         try:
             error = ("", "")
             sync(rows.layout, src=[0, 1])

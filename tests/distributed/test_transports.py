@@ -228,7 +228,7 @@ def replay(stage: Stage) -> None:
 
 
 def restart(stage: Stage) -> None:
-    """Senders that start anew are noticed, wherever their versions are; a full version above the one held is the way out."""
+    """Senders that start anew are noticed, wherever their versions are; a full version above the one held is the hint."""
     for held, versions in ((5, (1, 2)), (6, (6, 7))):
         stage.both(held, full=True)
         stage.push_with = {rank: stage.new_engine(rank) for rank in stage.senders}
@@ -343,7 +343,7 @@ def disturbed_targets(stage: Stage) -> None:
                 stage.held[rank]["b"] = region, tensor.clone()
                 stage.target[rank] = _given(stage.topology, stage.held[rank])
         stage.push(10 * version)
-        stage.refuse(10 * version, VersionGap, "somebody else wrote.*slot 'b'")
+        stage.refuse(10 * version, VersionGap, "somebody else wrote.*tensor 'b'")
         assert stage.versions() <= {-1}
         stage.change(version)
         stage.push(10 * version + 1)

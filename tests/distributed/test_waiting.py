@@ -30,8 +30,8 @@ from dte_dist.collectives import agreement, opening, registry
 from dte_dist.collectives.exclusive import exclusive
 from dte_dist.engine.payload import Change, write_payload
 from dte_dist.errors import PeerLost
-from dte_dist.transport.groups import Wire
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.groups import Communicator
+from dte_dist.transport.relay import BucketedBroadcast
 from tests.distributed.launcher import Outcome, Ranks
 from tests.distributed.tools import caught, facts, model, nudge, prints, same, sync
 
@@ -111,7 +111,7 @@ PLACES = {
     "at the roll call": (opening, "call_roll"),
     "in the middle of agreeing": (agreement, "_share"),
     "while it plans": (agreement, "_plan"),
-    "while it connects": (Wire, "_connect"),
+    "while it connects": (Communicator, "_connect"),
     "while it makes groups for data": (opening._Opening, "_groups"),
     "while it builds": (opening._Opening, "_build"),
     "while plans are compared": (agreement, "_refuse_other_plan"),
@@ -154,7 +154,7 @@ def interrupted_in_a_sync(rank: int, world: int) -> Any:
     sync(module, timeout=LONG)
     if rank == 0:
         nudge(module, "0.weight", 3)
-    with patched(Relay, "move", raising(KeyboardInterrupt()), rank == 1):
+    with patched(BucketedBroadcast, "move", raising(KeyboardInterrupt()), rank == 1):
         first = told(lambda: sync(module, timeout=LONG))
     return first, facts(sync(module, timeout=LONG))[:5], prints(module)
 

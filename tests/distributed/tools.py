@@ -14,7 +14,7 @@ import dte_dist
 from dte_dist import Layout
 from dte_dist.collectives import registry
 from dte_dist.collectives.channel import Channel
-from dte_dist.collectives.sync import Parts
+from dte_dist.collectives.sync import ChannelState
 
 TIMEOUT = 15.0
 """Seconds that a call may wait for another rank: long for a busy machine, short of the launcher's own limit."""
@@ -64,7 +64,7 @@ def channel_of(module: Any, group: Any = None) -> Channel:
     return registry._channels[module][torch.distributed.group.WORLD if group is None else group]
 
 
-def parts_of(module: Any, group: Any = None) -> Parts:
+def parts_of(module: Any, group: Any = None) -> ChannelState:
     """Return the parts of the open channel of a module, for faults to be put into."""
     return channel_of(module, group).parts
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dte_dist
-from dte_dist.transport.groups import Membership, Wire
+from dte_dist.transport.groups import Communicator, Membership
 from tests.distributed.launcher import Ranks
 from tests.gpu.device import DEVICE, ON_GPU, begin, random_bits, same_bits, settle, tier
 
@@ -66,15 +66,15 @@ def train_and_sync(rank: int, world: int, collective: str, codec: str, backgroun
     trained = network(1100 if ON_GPU else 128)
     rollout = blank(trained)
     into, optimizer = dte_dist.Layout.from_tensors(rollout), torch.optim.AdamW(trained.parameters(), lr=1e-3)
-    stream = torch.cuda.Stream() if side and ON_GPU else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
+    lineage = torch.cuda.Stream() if side and ON_GPU else None
+    if lineage is not None:
+        lineage.wait_stream(torch.cuda.current_stream())
     faults: list[Any] = []
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+    with torch.cuda.lineage(lineage) if lineage is not None else nullcontext():
         for step in range(8):
             expected = {name: tensor.detach().clone() for name, tensor in trained.state_dict().items()}
             if ON_GPU and side:
-                with torch.cuda.stream(torch.cuda.default_stream()):
+                with torch.cuda.lineage(torch.cuda.default_stream()):
                     torch.cuda._sleep(20_000_000)  # whatever is queued on the default stream comes late
             found = getattr(dte_dist, collective)(trained, group, into=into, async_op=background, codec=codec)
             if background:
@@ -263,19 +263,19 @@ def over_the_wire(rank: int, world: int) -> dict[str, bool]:
     """Send to ourselves: the only way to run the operations of NCCL on one GPU."""
     begin()
     membership = Membership.join(dist.new_group([0], backend=BACKEND), timedelta(seconds=30))
-    wire = Wire("alone", [0], membership, BACKEND, DEVICE)
+    wire = Communicator("alone", [0], membership, BACKEND, DEVICE)
     sent = [random_bits(size, 1, size, wire.device) for size in (8, 1 << 20, 24 << 20)]
     received = [torch.zeros_like(each) for each in sent]
     if ON_GPU:
         for outgoing, incoming in zip(sent, received, strict=True):
-            for pending in wire.swap((outgoing, 0), (incoming, 0)):
+            for pending in wire.send_recv((outgoing, 0), (incoming, 0)):
                 pending.wait()
     wire.broadcast(sent[1], 0).wait()
     right = {
         "device": wire.device.type == DEVICE.type,
         "swap": not ON_GPU or all(torch.equal(a, b) for a, b in zip(sent, received, strict=True)),
         "broadcast": torch.equal(sent[1], random_bits(1 << 20, 1, 1 << 20, wire.device)),
-        "rows": wire.device.type != "cpu" or wire.rows(torch.arange(3).numpy()).tolist() == [[0, 1, 2]],
+        "rows": wire.device.type != "cpu" or wire.all_gather_rows(torch.arange(3).numpy()).tolist() == [[0, 1, 2]],
     }
     wire.close()
     try:

@@ -25,7 +25,7 @@ from torch import Tensor
 import dte_dist
 from dte_dist import kernels
 from dte_dist.change.flat import FlatTensors
-from dte_dist.plan.remap import build_remaps
+from dte_dist.plan.remap import build_index_maps
 from tests.distributed.launcher import Ranks
 from tests.gpu.device import DEVICE, ON_GPU, begin, module, settle, tier
 from tests.unit.geometry import whole_space
@@ -147,16 +147,16 @@ def test_time_of_the_kernels(capsys) -> None:
     segment = min(1 << 20, count)
     positions = (live[:segment] != known[:segment]).nonzero().view(-1).to(torch.int32)
     changed, bits = max(len(positions), 1), torch.zeros(len(positions), dtype=torch.int16, device=DEVICE)
-    (remap,) = build_remaps(*[whole_space(2, (count,))] * 2)
-    stream, decoded = at.encode_u16(positions, segment), torch.empty_like(positions)
+    (index_map,) = build_index_maps(*[whole_space(2, (count,))] * 2)
+    lineage, decoded = at.encode_u16(positions, segment), torch.empty_like(positions)
     calls = {
         "encode_u16": lambda: at.encode_u16(positions, segment),
-        "decode_u16": lambda: at.decode_u16(stream, len(positions), segment, decoded),
-        "translate": lambda: into.translate(remap, 0, positions, bits),
+        "decode_u16": lambda: at.decode_u16(lineage, len(positions), segment, decoded),
+        "translate": lambda: into.translate(index_map, 0, positions, bits),
         "scatter": lambda: at.scatter(flat, positions, bits),
         "put": lambda: at.put(known, positions, bits),
         "checksum of 16 MiB": lambda: at.checksum(live[: min(8 * MIB, count)].view(torch.uint8), 1),
-        "place of a segment": lambda: into.place(remap, 0, known[:segment], flat),
+        "place of a segment": lambda: into.place(index_map, 0, known[:segment], flat),
     }
     lines += [
         f"{name}: {1e6 * took:.0f} us, {1e9 * took / changed:.1f} ns a change" for name, took in ((n, seconds(c)) for n, c in calls.items())

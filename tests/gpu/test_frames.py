@@ -14,7 +14,7 @@ import dte_dist
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
-from dte_dist.codec import Chooser, FrameHead, FrameWriter, History, Segment, read_frame
+from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, PreviousDelta, Segment, read_frame
 from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.errors import DeltaError
 from dte_dist.kernels import cpu, torch_codecs
@@ -34,8 +34,8 @@ def head(width: int) -> FrameHead:
 
 def write(width: int, density: float, device: torch.device | str, codec: str = "fast") -> Tensor:
     """Make a frame of two segments with changes, one whole, all from a seed; the same on any device."""
-    chooser = Chooser(codec)
-    writer, relative = FrameWriter(head(width), torch.device(device), chooser), chooser.relative(width)
+    selector = CodecSelector(codec)
+    writer, relative = FrameWriter(head(width), torch.device(device), selector), selector.relative(width)
     for number in range(2):
         rng = np.random.default_rng(number)
         positions = torch.from_numpy(np.flatnonzero(rng.random(LENGTH) < density).astype(np.int32)).to(device)
@@ -81,26 +81,26 @@ def test_the_device_writes_and_reads_the_same_frames(width: int, density: float,
 @pytest.mark.parametrize("codec", ["small", "again+planes", "again+ulp8"])
 def test_deltas_that_count_on_the_one_before(width: int, codec: str) -> None:
     """The same frames on the device and the CPU, read by one that has kept its history on the other, too."""
-    rng, chooser, used = np.random.default_rng(width), Chooser(codec), set()
+    rng, selector, used = np.random.default_rng(width), CodecSelector(codec), set()
     flags = rng.random(2 * LENGTH) < 0.02
-    writers, readers = {DEVICE: History(), "cpu": History()}, [History(), History()]
+    writers, readers = {DEVICE: PreviousDelta(), "cpu": PreviousDelta()}, [PreviousDelta(), PreviousDelta()]
     for version in range(2, 6):
         at, frames, segments = replace(head(width), base=version - 1, version=version), {}, []
         middle = int(rng.integers(1, 2 * LENGTH))
         for device, history in writers.items():
-            writer, relative = FrameWriter(at, torch.device(device), chooser, history), chooser.relative(width)
+            writer, relative = FrameWriter(at, torch.device(device), selector, history), selector.relative(width)
             for first, end in ((0, middle), (middle, 2 * LENGTH)):
                 positions = torch.from_numpy(np.flatnonzero(flags[first:end]).astype(np.int32)).to(device)
                 values = random_bits(len(positions), width, version, device)
                 writer.add(1000 + first, end - first, positions, torch_codecs.widen(values) if relative else values, relative=relative)
             frames[device] = writer.finish()
             used |= writer.codecs.keys()
-            history.commit(version, at.stream)
+            history.commit(version, at.lineage)
         assert torch.equal(frames[DEVICE].cpu(), frames["cpu"])
         for history, frame in zip(readers, list(frames.values())[:: (-1) ** version], strict=True):
-            history.forget()
+            history.discard()
             segments.append(read_frame(frame, at, history))
-            history.commit(version, at.stream)
+            history.commit(version, at.lineage)
         assert same_segments(*segments)
         flags = (flags & (rng.random(2 * LENGTH) < 0.84)) | (rng.random(2 * LENGTH) < 0.003)
     assert any(name.startswith("again") for name in used)
@@ -161,13 +161,13 @@ def test_a_snapshot_finds_the_same_changes(width: int, seed: int) -> None:
             bits = tensor.view(BITS[width])
             bits.copy_(torch.where(random_bits(tensor.numel(), 1, number, device).view(tensor.shape) < 9, ~bits, bits))
         before, changes = known.bits[width].clone(), list[tuple[int, int, list[int] | None, list[int], list[int]]]()
-        for wave in known.advance(live, width, [(0, total)]):
+        for wave in known.diff_and_update(live, width, [(0, total)]):
             for change in wave:
                 positions = None if change.positions is None else change.positions.tolist()
                 changes.append((change.first, change.length, positions, change.old.tolist(), change.new.tolist()))
         assert torch.equal(known.bits[width].cpu(), content(tensors, width))
-        known.undo()
-        assert torch.equal(known.bits[width], before) and not known.torn
+        known.roll_back()
+        assert torch.equal(known.bits[width], before) and not known.inconsistent
         found.append(changes)
     assert found[0] == found[1]
     assert any(positions for *_, positions, _, _ in found[0])
@@ -185,7 +185,7 @@ def test_masters_are_cast_on_the_device_before_they_are_compared(wire: torch.dty
     masters[0][7, 3] *= 1 + 2**-20
     masters[1][5] += 64
     masters[2].neg_()
-    changes = [change for wave in known.advance(live, width, [(0, 33000), (33000, 71)]) for change in wave]
+    changes = [change for wave in known.diff_and_update(live, width, [(0, 33000), (33000, 71)]) for change in wave]
     assert [(change.first, change.positions.tolist()) for change in changes if change.positions is not None] == [(33000, [5, 70])]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops, torch_remap
 from dte_dist.kernels.planes import ef_size
-from dte_dist.plan.remap import build_remaps
+from dte_dist.plan.remap import build_index_maps
 from tests.gpu.device import DEVICE, FLOATS, PAIRS, content, flats, module, only_gpu, random_bits, settle, tier, waits
 from tests.unit.geometry import pairs_of_spaces, whole_space
 
@@ -179,10 +179,10 @@ def test_sorted_below(counter: torch.dtype) -> None:
 @pytest.mark.parametrize("density", [0.0, 0.0001, 0.01, 0.5, 1.0])
 def test_u16(length: int, density: float) -> None:
     positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32))
-    stream = cpu.encode_u16(positions, length)
-    assert torch.equal(torch_ops.encode_u16(positions.to(DEVICE), length).cpu(), stream)
+    lineage = cpu.encode_u16(positions, length)
+    assert torch.equal(torch_ops.encode_u16(positions.to(DEVICE), length).cpu(), lineage)
     for seed in range(8):
-        hostile = stream.clone()
+        hostile = lineage.clone()
         if seed and len(hostile):
             rng = np.random.default_rng(seed)
             near = min(len(hostile), 64) if seed % 2 else len(hostile)
@@ -198,11 +198,11 @@ def test_u16(length: int, density: float) -> None:
 @some
 @given(st.binary(max_size=64), st.integers(0, 20), st.integers(0, 300_000))
 def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
-    stream = torch.tensor(list(data), dtype=torch.uint8)
+    lineage = torch.tensor(list(data), dtype=torch.uint8)
     decoded = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32, device=DEVICE)
-    sound = cpu.decode_u16(stream, count, length, decoded[0])
-    assert bool(torch_ops.decode_u16(stream.to(DEVICE), count, length, decoded[1])) == sound
-    assert bool(torch_ops.check_u16(stream.to(DEVICE), count, length)) == sound
+    sound = cpu.decode_u16(lineage, count, length, decoded[0])
+    assert bool(torch_ops.decode_u16(lineage.to(DEVICE), count, length, decoded[1])) == sound
+    assert bool(torch_ops.check_u16(lineage.to(DEVICE), count, length)) == sound
     assert not sound or torch.equal(decoded[1].cpu(), decoded[0])
     settle()
 
@@ -253,13 +253,13 @@ def test_positions_as_bits_and_as_elias_fano(length: int, density: float) -> Non
     positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32))
     count, there = len(positions), positions.to(DEVICE)
     for low in {0, 1, 7, 8, 9, cpu_codecs.best_low(count, length)[0]} if count else ():
-        stream = cpu_codecs.encode_ef(positions, length, low)
-        assert len(stream) == ef_size(count, length, low)
-        assert torch.equal(torch_codecs.encode_ef(there, length, low).cpu(), stream)
-        agree(lambda codecs, bits, low=low: codecs.decode_ef(bits, count, length, low), stream)
-    stream = cpu_codecs.encode_bitmap(positions, length)
-    assert torch.equal(torch_codecs.encode_bitmap(there, length).cpu(), stream)
-    agree(lambda codecs, bits: codecs.decode_bitmap(bits, count, length), stream)
+        lineage = cpu_codecs.encode_ef(positions, length, low)
+        assert len(lineage) == ef_size(count, length, low)
+        assert torch.equal(torch_codecs.encode_ef(there, length, low).cpu(), lineage)
+        agree(lambda codecs, bits, low=low: codecs.decode_ef(bits, count, length, low), lineage)
+    lineage = cpu_codecs.encode_bitmap(positions, length)
+    assert torch.equal(torch_codecs.encode_bitmap(there, length).cpu(), lineage)
+    agree(lambda codecs, bits: codecs.decode_bitmap(bits, count, length), lineage)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
@@ -269,24 +269,24 @@ def test_distances_as_bytes_and_as_planes(width: int, kind: str, count: int) -> 
     values = distances_of(count, width, kind)
     there, escapes = values.clone().to(DEVICE), cpu_codecs.count_ulp8(values)
     assert torch_codecs.count_ulp8(there) == escapes
-    stream = cpu_codecs.encode_ulp8(values, width, escapes)
-    assert torch.equal(torch_codecs.encode_ulp8(there, width, escapes).cpu(), stream)
-    agree(lambda codecs, bits: codecs.decode_ulp8(bits, count, BITS[width], escapes), stream)
+    lineage = cpu_codecs.encode_ulp8(values, width, escapes)
+    assert torch.equal(torch_codecs.encode_ulp8(there, width, escapes).cpu(), lineage)
+    agree(lambda codecs, bits: codecs.decode_ulp8(bits, count, BITS[width], escapes), lineage)
     classes, counted = cpu_codecs.measure(values), torch_codecs.measure(there)
     assert classes.numbers[: len(counted.numbers)].tolist() == counted.numbers.tolist()
     plan = cpu_codecs.choose_planes(classes, width)
-    stream = cpu_codecs.encode_planes(classes, width, plan)  # overwrites the values
-    assert torch.equal(torch_codecs.encode_planes(counted, width, plan).cpu(), stream)
-    agree(lambda codecs, bits: codecs.decode_planes(bits, count, BITS[width], plan), stream)
+    lineage = cpu_codecs.encode_planes(classes, width, plan)  # overwrites the values
+    assert torch.equal(torch_codecs.encode_planes(counted, width, plan).cpu(), lineage)
+    agree(lambda codecs, bits: codecs.decode_planes(bits, count, BITS[width], plan), lineage)
 
 
-def agree(decode, stream: Tensor) -> None:
+def agree(decode, lineage: Tensor) -> None:
     """Decode a stream, and some that are not sound, with the kernels of both kinds of device."""
     for seed in range(6):
-        hostile = stream.clone()
+        hostile = lineage.clone()
         if seed:
             rng = np.random.default_rng(seed)
-            hostile[torch.from_numpy(rng.integers(0, len(stream), seed))] ^= int(rng.integers(1, 256))
+            hostile[torch.from_numpy(rng.integers(0, len(lineage), seed))] ^= int(rng.integers(1, 256))
         (expected, sound), (found, agreed) = decode(cpu_codecs, hostile), decode(torch_codecs, hostile.to(DEVICE))
         assert bool(agreed) == sound
         assert sound or seed
@@ -319,23 +319,23 @@ def test_translate_place_and_fetch(data) -> None:
         bits, dense = random_bits(len(positions), width, 5), random_bits(source.numel - begin, width, 6)
         here, there = target(receiver, width, "cpu", strided), target(receiver, width, DEVICE, strided)
         array, fetched = content(here.tensors, width), [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)]
-        for remap in build_remaps(source, receiver):
-            expected = cpu_remap.translate(remap, begin, positions, bits)
-            found = torch_remap.translate(remap, begin, positions.to(DEVICE), bits.to(DEVICE))
+        for index_map in build_index_maps(source, receiver):
+            expected = cpu_remap.translate(index_map, begin, positions, bits)
+            found = torch_remap.translate(index_map, begin, positions.to(DEVICE), bits.to(DEVICE))
             assert [part.cpu().tolist() for part in found] == [part.tolist() for part in expected]
-            cpu_remap.place(remap, begin, dense, here)
-            torch_remap.place(remap, begin, dense.to(DEVICE), there)
-            cpu_remap.fetch(remap, begin, fetched[0], array)
-            torch_remap.fetch(remap, begin, fetched[1], array.to(DEVICE))
+            cpu_remap.place(index_map, begin, dense, here)
+            torch_remap.place(index_map, begin, dense.to(DEVICE), there)
+            cpu_remap.fetch(index_map, begin, fetched[0], array)
+            torch_remap.fetch(index_map, begin, fetched[1], array.to(DEVICE))
             collected = [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)]
-            cpu_codecs.collect(remap, begin, collected[0], here)
-            torch_codecs.collect(remap, begin, collected[1], there)
+            cpu_codecs.collect(index_map, begin, collected[0], here)
+            torch_codecs.collect(index_map, begin, collected[1], there)
             assert torch.equal(collected[1].cpu(), collected[0])
             length = source.numel - begin
             ways = (positions, None), (cpu.encode_u16(positions, length), length)
             for relative, (at, packed) in product([False, True], ways):
-                cpu_codecs.patch(remap, begin, at, bits, here, relative=relative, length=packed)
-                torch_codecs.patch(remap, begin, at.to(DEVICE), bits.to(DEVICE), there, relative=relative, length=packed)
+                cpu_codecs.patch(index_map, begin, at, bits, here, relative=relative, length=packed)
+                torch_codecs.patch(index_map, begin, at.to(DEVICE), bits.to(DEVICE), there, relative=relative, length=packed)
                 assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(fetched[1].cpu(), fetched[0])
@@ -351,10 +351,10 @@ def test_positions_far_beyond_32_bits() -> None:
     columns = FlatSpace.of(2, Pieces.of([Piece(0, 0, cut_block(shape, (3,), (1,), [Cut(1, 0)]))]))
     positions = torch.arange(0, 1 << 20, 37, dtype=torch.int32)
     for receiver in (whole_space(2, shape), columns):
-        (remap,) = build_remaps(source, receiver)
+        (index_map,) = build_index_maps(source, receiver)
         for first in (0, (1 << 31) - 1000, source.numel - (1 << 20)):
-            expected = cpu_remap.translate(remap, first, positions, positions)
-            found = torch_remap.translate(remap, first, positions.to(DEVICE), positions.to(DEVICE))
+            expected = cpu_remap.translate(index_map, first, positions, positions)
+            found = torch_remap.translate(index_map, first, positions.to(DEVICE), positions.to(DEVICE))
             assert len(expected[0])
             assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
 
@@ -383,9 +383,9 @@ def test_a_wait_is_noticed() -> None:
 def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
     flat, known, positions, bits = arrays(strided)
     space = whole_space(4, *(tuple(tensor.shape) for tensor in flat.tensors))
-    (remap,) = build_remaps(space, space)
+    (index_map,) = build_index_maps(space, space)
     out, frame = torch.empty_like(known), torch.zeros(8000, dtype=torch.uint8, device=DEVICE)
-    stream = torch_ops.encode_u16(positions, len(flat))
+    lineage = torch_ops.encode_u16(positions, len(flat))
     far = torch.tensor([1, -1, 300, -2], dtype=torch.int32, device=DEVICE).repeat(len(positions) // 4 + 1)[: len(positions)]
     classes = torch_codecs.measure(far)
     plan, low = cpu_codecs.choose_planes(cpu_codecs.measure(far.cpu()), 4), cpu_codecs.best_low(len(positions), len(flat))[0]
@@ -393,7 +393,7 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
     planes, ulps = torch_codecs.encode_planes(classes, 4, plan), torch_codecs.encode_ulp8(far, 4, escapes)
     ef, bitmap = torch_codecs.encode_ef(positions, len(flat), low), torch_codecs.encode_bitmap(positions, len(flat))
     count, wide = len(positions), positions.to(torch.int64)
-    torch_remap.translate(remap, 0, positions, bits)  # copies the tables to the device, once
+    torch_remap.translate(index_map, 0, positions, bits)  # copies the tables to the device, once
     backwards = positions.flip(0)
     calls = {
         "read": (0, lambda: torch_ops.read(flat, 1, out[1:])),
@@ -401,16 +401,16 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "put": (0, lambda: torch_ops.put(out, positions, bits)),
         "gather": (0, lambda: torch_ops.gather(out, positions)),
         "encode_u16": (0, lambda: torch_ops.encode_u16(positions, len(flat))),
-        "decode_u16": (0, lambda: torch_ops.decode_u16(stream, len(positions), len(flat), torch.empty_like(positions))),
-        "check_u16": (0, lambda: torch_ops.check_u16(stream, len(positions), len(flat))),
+        "decode_u16": (0, lambda: torch_ops.decode_u16(lineage, len(positions), len(flat), torch.empty_like(positions))),
+        "check_u16": (0, lambda: torch_ops.check_u16(lineage, len(positions), len(flat))),
         "sorted_below": (0, lambda: torch_ops.sorted_below(positions, len(flat))),
         "checksum": (0, lambda: torch_ops.checksum(frame, 1)),
         "advance": (1, lambda: torch_ops.advance(flat, 0, len(flat), known, torch.empty_like(out), out, torch.empty_like(out))),
         "scatter": (1, lambda: torch_ops.scatter(flat, positions, bits)),
         "scatter, not sorted": (2, lambda: torch_ops.scatter(flat, backwards, bits)),
-        "translate": (1, lambda: torch_remap.translate(remap, 0, positions, bits)),
-        "place": (2, lambda: torch_remap.place(remap, 0, known, flat)),
-        "fetch": (1, lambda: torch_remap.fetch(remap, 0, out, known)),
+        "translate": (1, lambda: torch_remap.translate(index_map, 0, positions, bits)),
+        "place": (2, lambda: torch_remap.place(index_map, 0, known, flat)),
+        "fetch": (1, lambda: torch_remap.fetch(index_map, 0, out, known)),
         "distances": (0, lambda: torch_codecs.distances(bits, bits)),
         "encode_ef": (0, lambda: torch_codecs.encode_ef(positions, len(flat), low)),
         "decode_ef": (0, lambda: torch_codecs.decode_ef(ef, count, len(flat), low)),
@@ -424,10 +424,10 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "encode_planes": (1, lambda: torch_codecs.encode_planes(classes, 4, plan)),
         "moved": (1, lambda: torch_codecs.moved(flat, wide, far)),
         "scatter_add": (2, lambda: torch_codecs.scatter_add(flat, wide, far)),
-        "collect": (2, lambda: torch_codecs.collect(remap, 0, out, flat)),
-        "patch": (2, lambda: torch_codecs.patch(remap, 0, positions, bits, flat, relative=False)),
-        "patch, relative": (3, lambda: torch_codecs.patch(remap, 0, positions, far, flat, relative=True)),
-        "patch, packed": (2, lambda: torch_codecs.patch(remap, 0, stream, bits, flat, relative=False, length=len(flat))),
+        "collect": (2, lambda: torch_codecs.collect(index_map, 0, out, flat)),
+        "patch": (2, lambda: torch_codecs.patch(index_map, 0, positions, bits, flat, relative=False)),
+        "patch, relative": (3, lambda: torch_codecs.patch(index_map, 0, positions, far, flat, relative=True)),
+        "patch, packed": (2, lambda: torch_codecs.patch(index_map, 0, lineage, bits, flat, relative=False, length=len(flat))),
     }
     for _, call in calls.values():
         call()

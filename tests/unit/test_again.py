@@ -15,15 +15,15 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
-from dte_dist.codec import FAST, Chooser, FrameHead, FrameWriter, History, read_frame, read_head
+from dte_dist.codec import FAST, CodecSelector, FrameHead, FrameWriter, PreviousDelta, read_frame, read_head
 from dte_dist.codec.head import ENTRY, HEAD
-from dte_dist.codec.history import Places
+from dte_dist.codec.history import DeltaPositions
 from dte_dist.codec.index import AGAIN, EF, INDEX_CODECS, Again
 from dte_dist.codec.value import VALUE_CODECS, Values
-from dte_dist.engine.joined import join_alike
+from dte_dist.engine.joined import merge_segments
 from dte_dist.errors import FrameError
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
-from dte_dist.kernels.planes import ef_size, words
+from dte_dist.kernels.planes import bitmap_bytes, ef_size
 from tests.unit import codec_reference as reference
 from tests.unit.test_codec_kernels import lengths, segments
 
@@ -74,7 +74,7 @@ def test_kernels(kernel: ModuleType, step: tuple[np.ndarray, np.ndarray, int]) -
 @both
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 128, 130])
 def test_bits_beyond_the_previous_positions(kernel: ModuleType, size: int) -> None:
-    plane = torch.zeros(words(size), dtype=torch.uint8)
+    plane = torch.zeros(bitmap_bytes(size), dtype=torch.uint8)
     for bit in range(8 * len(plane)):
         plane.zero_()
         plane[bit // 8] = 1 << bit % 8
@@ -95,10 +95,10 @@ def test_positions_come_back(step: tuple[np.ndarray, np.ndarray, int]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             use(kind, patch)
             codec = Again(known, now)
-            stream, low = codec.encode(now, length)
-            assert stream.numpy().tobytes() == reference.again(previous, positions, length, low)
-            assert codec.size(len(now), length) == len(stream)
-            decoded, sound = Again(known).decode(stream, len(now), length, low)
+            lineage, low = codec.encode(now, length)
+            assert lineage.numpy().tobytes() == reference.again(previous, positions, length, low)
+            assert codec.size(len(now), length) == len(lineage)
+            decoded, sound = Again(known).decode(lineage, len(now), length, low)
             assert bool(sound) and torch.equal(decoded, now)
             assert (codec.number, codec.name) == (AGAIN.number, AGAIN.name) == (5, "again") and INDEX_CODECS[5] is AGAIN
 
@@ -126,10 +126,10 @@ def test_damaged_streams(step: tuple[np.ndarray, np.ndarray, int], data: st.Data
     known, now = torch.from_numpy(previous), torch.from_numpy(positions)
     if not len(known) or not len(now):
         return
-    stream, low = Again(known, now).encode(now, length)
+    lineage, low = Again(known, now).encode(now, length)
     for place, value in data.draw(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), max_size=4)):
-        stream[place % len(stream)] = value
-    stream = stream[: len(stream) - data.draw(st.sampled_from([0, 0, 0, 1, 8]))]
+        lineage[place % len(lineage)] = value
+    lineage = lineage[: len(lineage) - data.draw(st.sampled_from([0, 0, 0, 1, 8]))]
     count = max(1, len(now) + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
     low = data.draw(st.sampled_from([low, low, low, low + 1, 0, 25]))
     known = known[: max(1, len(known) - data.draw(st.sampled_from([0, 0, 0, 1])))]  # not the same history
@@ -138,7 +138,7 @@ def test_damaged_streams(step: tuple[np.ndarray, np.ndarray, int], data: st.Data
         with pytest.MonkeyPatch.context() as patch:
             use(kind, patch)
             try:
-                decoded, sound = Again(known).decode(stream, count, length, low)
+                decoded, sound = Again(known).decode(lineage, count, length, low)
             except FrameError:
                 found.append(None)
                 continue
@@ -169,22 +169,22 @@ def test_any_bytes(kind: str, size: int) -> None:
 
 def test_hostile_streams(kind: str) -> None:
     known, now = (torch.tensor(values, dtype=torch.int32) for values in ([1, 5, 9], [1, 4, 9, 11]))
-    stream, low = Again(known, now).encode(now, 20)
-    assert Again(known).decode(stream, 4, 20, low)[0].tolist() == [1, 4, 9, 11]
+    lineage, low = Again(known, now).encode(now, 20)
+    assert Again(known).decode(lineage, 4, 20, low)[0].tolist() == [1, 4, 9, 11]
     wrong = {
-        "short": (stream[:-8], 4, low), "long": (torch.cat([stream, stream]), 4, low), "empty": (stream[:0], 4, low),
-        "no plane": (stream[:7], 4, low), "more": (stream, 60, low), "fewer than again": (stream, 1, low), "low": (stream, 4, 25),
+        "short": (lineage[:-8], 4, low), "long": (torch.cat([lineage, lineage]), 4, low), "empty": (lineage[:0], 4, low),
+        "no plane": (lineage[:7], 4, low), "more": (lineage, 60, low), "fewer than again": (lineage, 1, low), "low": (lineage, 4, 25),
     }  # fmt: skip
     for name, (stream_, count, low_) in wrong.items():
         with pytest.raises(FrameError):
             Again(known).decode(stream_, count, 20, low_)
             pytest.fail(name)
-    beyond = stream.clone()
+    beyond = lineage.clone()
     beyond[7] = 0x80
     with pytest.raises(FrameError, match="others"):
         Again(known).decode(beyond, 4, 20, low)
-    assert not bool(Again(known).decode(stream, 4, 11, low)[1])  # 11 is beyond the segment
-    twice = torch.cat([stream[:8], EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[0]])
+    assert not bool(Again(known).decode(lineage, 4, 11, low)[1])  # 11 is beyond the segment
+    twice = torch.cat([lineage[:8], EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[0]])
     assert not bool(Again(known).decode(twice, 4, 20, EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[1])[1])
     all_again = Again(known, known).encode(known, 20)
     assert len(all_again[0]) == 8 and all_again[1] == 0
@@ -209,7 +209,7 @@ def test_places_within_any_range(seed: int, total: int, data: st.DataObject) -> 
     rng, origin = np.random.default_rng(seed), data.draw(st.sampled_from([0, 7, 1 << 40]))
     flags = rng.random(total) < data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
     borders = [0, *sorted(rng.integers(0, total, rng.integers(0, 8)).tolist()), total]
-    places = Places()
+    places = DeltaPositions()
     for low, high in pairwise(borders):
         if high > low and flags[low:high].any():
             if rng.random() < 0.2:
@@ -227,7 +227,7 @@ def test_places_within_any_range(seed: int, total: int, data: st.DataObject) -> 
 
 def test_positions_far_apart_in_a_chunk() -> None:
     """Chunks may be longer than 2^31 elements, segments 2^28."""
-    places, most = Places(), (1 << 28) - 1
+    places, most = DeltaPositions(), (1 << 28) - 1
     for first in (0, 1 << 28, 1 << 33):
         places.add(first, 1 << 28, torch.tensor([0, most], dtype=torch.int32))
     assert places.within(1 << 33, 1 << 28).tolist() == [0, most]
@@ -238,32 +238,32 @@ def test_positions_far_apart_in_a_chunk() -> None:
 
 def test_a_view_does_not_keep_what_it_is_a_view_of() -> None:
     frame = torch.zeros(1 << 20, dtype=torch.uint8)
-    places = Places()
+    places = DeltaPositions()
     places.add(0, 100, frame[64:104].view(torch.int32))
     assert places.within(0, 100).untyped_storage().nbytes() == 40
 
 
 def head_at(version: int, **fields: int) -> FrameHead:
-    shape = {"schema": 1, "stream": 9, "source": 0, "number": 0, "count": 1, "width": 2, "first": 0, "length": 1 << 20}
+    shape = {"schema": 1, "lineage": 9, "source": 0, "number": 0, "count": 1, "width": 2, "first": 0, "length": 1 << 20}
     return FrameHead(**{**shape, "base": version - 1, "version": version, **fields})
 
 
 def test_a_history_speaks_of_one_version() -> None:
-    history, places = History(), Places()
+    history, places = PreviousDelta(), DeltaPositions()
     places.add(0, 10, torch.tensor([1], dtype=torch.int32))
-    history.note(head_at(2), places)
+    history.record(head_at(2), places)
     assert history.before(head_at(3)) is None and history.nbytes == 4
     history.commit(2, 9)
     assert history.before(head_at(3)) is places
-    others = [head_at(4), head_at(2), head_at(3, stream=8), head_at(3, schema=2), head_at(3, source=1), head_at(3, number=1)]
+    others = [head_at(4), head_at(2), head_at(3, lineage=8), head_at(3, schema=2), head_at(3, source=1), head_at(3, number=1)]
     assert all(history.before(other) is None for other in others)
-    history.note(head_at(3), Places())
-    history.forget()
+    history.record(head_at(3), DeltaPositions())
+    history.discard()
     assert history.before(head_at(3)) is places
     history.commit(3, 9)  # nothing changed
     assert history.before(head_at(3)) is None and history.before(head_at(4)) is None and history.nbytes == 0
-    history.note(head_at(4), places)
-    history.drop()
+    history.record(head_at(4), places)
+    history.reset()
     history.commit(4, 9)
     assert history.before(head_at(5)) is None
 
@@ -295,9 +295,9 @@ def test_again_is_taken_only_where_it_is_smaller(codec: str, seed: int, length: 
     positions = after(rng, previous, length, overlap)
     if not len(previous) or not 0 < len(positions) < length:
         return
-    again, chooser = Again(previous, positions), Chooser(codec)
-    index, value, whole = chooser.choose(len(positions), length, ones(len(positions)), whole=False, again=again)
-    without = chooser.choose(len(positions), length, ones(len(positions)), whole=False)
+    again, selector = Again(previous, positions), CodecSelector(codec)
+    index, value, whole = selector.select(len(positions), length, ones(len(positions)), whole=False, again=again)
+    without = selector.select(len(positions), length, ones(len(positions)), whole=False)
     sizes = again.size(len(positions), length), without[0].size(len(positions), length)
     assert not whole and value is without[1]
     most = 1 if codec == "again+planes" else 0.875
@@ -307,10 +307,10 @@ def test_again_is_taken_only_where_it_is_smaller(codec: str, seed: int, length: 
 
 
 def test_who_asks_for_positions_to_be_kept() -> None:
-    assert Chooser("small").keeps and all(Chooser(f"again+{value.name}").keeps for value in VALUE_CODECS.values())
-    others = [FAST, Chooser("auto"), *(Chooser(f"{index.name}+planes") for index in INDEX_CODECS.values() if index is not AGAIN)]
-    assert not any(chooser.keeps for chooser in others)
-    assert [Chooser("auto", speed).keeps for speed in (1e6, 1e8, 1e10)] == [True, True, False]
+    assert CodecSelector("small").keeps and all(CodecSelector(f"again+{value.name}").keeps for value in VALUE_CODECS.values())
+    others = [FAST, CodecSelector("auto"), *(CodecSelector(f"{index.name}+planes") for index in INDEX_CODECS.values() if index is not AGAIN)]
+    assert not any(selector.keeps for selector in others)
+    assert [CodecSelector("auto", speed).keeps for speed in (1e6, 1e8, 1e10)] == [True, True, False]
 
 
 def test_auto_weighs_the_pass_over_the_positions() -> None:
@@ -320,16 +320,16 @@ def test_auto_weighs_the_pass_over_the_positions() -> None:
     names = []
     for speed in (1e6, 5e7, 1e9):
         again = Again(previous, positions)
-        names.append(Chooser("auto", speed).choose(len(positions), 1 << 20, ones(len(positions)), whole=True, again=again)[0].name)
+        names.append(CodecSelector("auto", speed).select(len(positions), 1 << 20, ones(len(positions)), whole=True, again=again)[0].name)
     assert names[:2] == ["again", "again"] and names[2] != "again"
     again = Again(previous, positions)
-    assert FAST.choose(len(positions), 1 << 20, ones(len(positions)), whole=True, again=again)[0] is not again
+    assert FAST.select(len(positions), 1 << 20, ones(len(positions)), whole=True, again=again)[0] is not again
 
 
 def test_no_pass_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_codecs, "split_again", lambda *of: pytest.fail("a pass for nothing"))
     many, few = torch.arange(0, 1 << 16, 2, dtype=torch.int32), torch.tensor([5, 77], dtype=torch.int32)
-    assert Chooser("small").choose(2, 1 << 16, ones(2), whole=True, again=Again(many, few))[0].name != "again"
+    assert CodecSelector("small").select(2, 1 << 16, ones(2), whole=True, again=Again(many, few))[0].name != "again"
 
 
 # Frames ------------------------------------------------------------------------------------------------------------------
@@ -339,13 +339,13 @@ class Ends:
     """A writer and a reader of the deltas of one chunk, and what each remembers."""
 
     def __init__(self, codec: str, length: int, width: int = 2) -> None:
-        self.chooser, self.length, self.width = Chooser(codec), length, width
-        self.writer, self.reader, self.version = History(), History(), 1
+        self.selector, self.length, self.width = CodecSelector(codec), length, width
+        self.writer, self.reader, self.version = PreviousDelta(), PreviousDelta(), 1
 
     def send(self, flags: np.ndarray, parts: list[tuple[int, int]], rng: np.random.Generator, commit: bool = True) -> tuple[Tensor, dict]:
         """Write changes in these parts (first, length), read them, and return the frame and its codecs."""
         head = head_at(self.version + 1, length=self.length, width=self.width)
-        writer, relative, sent = FrameWriter(head, "cpu", self.chooser, self.writer), self.chooser.relative(self.width), []
+        writer, relative, sent = FrameWriter(head, "cpu", self.selector, self.writer), self.selector.relative(self.width), []
         for first, length in parts:
             positions = torch.from_numpy(np.flatnonzero(flags[first : first + length]).astype(np.int32))
             values = torch.from_numpy(rng.integers(1, 3, len(positions)).astype(np.int32 if relative else np.uint8))
@@ -353,7 +353,7 @@ class Ends:
             sent += [(first, length, positions, values.clone())] if len(positions) else []
             writer.add(first, length, positions, values, relative=relative)
         frame = writer.finish()
-        self.reader.forget()
+        self.reader.discard()
         read = read_frame(frame, head, self.reader, packed=True) if len(frame) else []
         for segment, (first, length, positions, values) in zip(read, sent, strict=True):
             assert (segment.first, segment.length) == (first, length)
@@ -361,10 +361,10 @@ class Ends:
             assert segment.values.tolist() == values.tolist()
         if commit:
             self.version += 1
-            self.writer.commit(self.version, head.stream)
-            self.reader.commit(self.version, head.stream)
+            self.writer.commit(self.version, head.lineage)
+            self.reader.commit(self.version, head.lineage)
         else:
-            self.writer.drop()
+            self.writer.reset()
         return frame, dict(writer.codecs)
 
 
@@ -372,7 +372,7 @@ def parts_of(rng: np.random.Generator, flags: np.ndarray) -> list[tuple[int, int
     """Cut a chunk at random and join what is alike."""
     borders = [0, *sorted({int(place) for place in rng.integers(1, len(flags), 9)}), len(flags)]
     cuts = [(low, high - low) for low, high in pairwise(borders)]
-    joined = join_alike(cuts, [int(flags[low : low + length].sum()) for low, length in cuts])
+    joined = merge_segments(cuts, [int(flags[low : low + length].sum()) for low, length in cuts])
     return [(first, length) for first, length, _ in joined]
 
 
@@ -428,21 +428,21 @@ def test_a_reader_without_the_history_refuses(kind: str) -> None:
         ends = Ends("again+planes", 5000)
         ends.send(flags, [(0, 5000)], rng)
         if lost == "never":
-            ends.reader = History()
+            ends.reader = PreviousDelta()
         elif lost == "other version":
             ends.reader.commit(ends.version + 1, 9)
         else:
             flags_ = flags.copy()
             flags_[:300] = False
-            places = Places()
+            places = DeltaPositions()
             places.add(0, 5000, torch.from_numpy(np.flatnonzero(flags_).astype(np.int32)))
-            ends.reader.note(head_at(2, length=5000), places)
+            ends.reader.record(head_at(2, length=5000), places)
             ends.reader.commit(2, 9)
         with pytest.raises(FrameError, match="sync again"):
             ends.send(flags, [(0, 5000)], rng)
         with pytest.raises(FrameError, match="sync again"):
             head = head_at(3, length=5000)
-            writer = FrameWriter(head, "cpu", ends.chooser, ends.writer)
+            writer = FrameWriter(head, "cpu", ends.selector, ends.writer)
             writer.add(0, 5000, torch.from_numpy(np.flatnonzero(flags).astype(np.int32)), ones(int(flags.sum())).values, relative=True)
             read_frame(writer.finish(), head)
 
@@ -453,7 +453,7 @@ def test_no_number_of_a_table_is_believed(kind: str) -> None:
     ends, flags = Ends("again+planes", 4000), rng.random(4000) < 0.1
     ends.send(flags, [(0, 2000), (2000, 2000)], rng)
     head = head_at(3, length=4000)
-    writer = FrameWriter(head, "cpu", ends.chooser, ends.writer)
+    writer = FrameWriter(head, "cpu", ends.selector, ends.writer)
     flags[100:130] ^= True
     for first in (0, 2000):
         positions = torch.from_numpy(np.flatnonzero(flags[first : first + 2000]).astype(np.int32))
@@ -467,7 +467,7 @@ def test_no_number_of_a_table_is_believed(kind: str) -> None:
             if not 0 <= value <= np.iinfo(table[field].dtype).max:
                 continue
             table[field][entry] = value
-            ends.reader.forget()
+            ends.reader.discard()
             try:
                 read = read_frame(sealed(frame), head, ends.reader)
             except FrameError:
@@ -491,7 +491,7 @@ def sealed(frame: np.ndarray) -> Tensor:
 
 def test_a_seed_keeps_nothing_and_flags_of_both_are_refused() -> None:
     head = replace(head_at(2, base=-1, length=10), seed=True)
-    writer = FrameWriter(head, "cpu", Chooser("small"), History())
+    writer = FrameWriter(head, "cpu", CodecSelector("small"), PreviousDelta())
     writer.add_dense(0, torch.arange(10, dtype=torch.int16))
     frame = writer.finish()
     assert read_head(frame).seed and not read_head(frame).keep
@@ -507,7 +507,7 @@ def test_sizes_are_those_of_the_specification() -> None:
     previous = positions_of(rng, 1 << 20, 0.0033)
     positions = after(rng, previous, 1 << 20, 0.84)
     codec = Again(previous, positions)
-    stream, low = codec.encode(positions, 1 << 20)
+    lineage, low = codec.encode(positions, 1 << 20)
     fresh = len(np.setdiff1d(positions.numpy(), previous.numpy()))
-    assert len(stream) == words(len(previous)) + ef_size(fresh, 1 << 20, low)
-    assert len(stream) < 0.45 * len(positions) and len(stream) < 0.4 * EF.size(len(positions), 1 << 20)
+    assert len(lineage) == bitmap_bytes(len(previous)) + ef_size(fresh, 1 << 20, low)
+    assert len(lineage) < 0.45 * len(positions) and len(lineage) < 0.4 * EF.size(len(positions), 1 << 20)

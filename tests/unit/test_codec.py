@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dte_dist.change.flat import BITS
 from dte_dist.codec.index import AGAIN, DENSE, EF, INDEX_CODECS
-from dte_dist.codec.value import PLANES, RAW, ULP, VALUE_CODECS, Terms, Values
+from dte_dist.codec.value import PLANES, RAW, ULP, VALUE_CODECS, BitPlaneParams, Values
 from dte_dist.errors import FrameError
 from tests.unit.test_codec_kernels import as_bits, segments, some_distances, wide
 
@@ -31,10 +31,10 @@ def test_numbers_are_those_of_the_tables() -> None:
 @given(segments())
 def test_positions_come_back(codec, segment) -> None:
     positions, length = segment
-    stream, low = codec.encode(torch.from_numpy(positions), length)
-    assert stream.dtype == torch.uint8
-    assert len(stream) == codec.size(len(positions), length)
-    decoded, sound = codec.decode(stream, len(positions), length, low)
+    lineage, low = codec.encode(torch.from_numpy(positions), length)
+    assert lineage.dtype == torch.uint8
+    assert len(lineage) == codec.size(len(positions), length)
+    decoded, sound = codec.decode(lineage, len(positions), length, low)
     assert sound
     assert np.array_equal(decoded.numpy(), positions)
 
@@ -42,9 +42,9 @@ def test_positions_come_back(codec, segment) -> None:
 @sparse
 def test_encoding_copies(codec) -> None:
     positions = torch.tensor([1, 2], dtype=torch.int32)
-    stream, low = codec.encode(positions, 9)
+    lineage, low = codec.encode(positions, 9)
     positions.zero_()
-    assert codec.decode(stream, 2, 9, low)[0].tolist() == [1, 2]
+    assert codec.decode(lineage, 2, 9, low)[0].tolist() == [1, 2]
 
 
 @sparse
@@ -60,20 +60,20 @@ def test_unsound_positions_are_refused(codec, segment, data: st.DataObject) -> N
     values = (positions[place - 1], -1, -(2**31), length) if codec.name == "i32" else (positions[place - 1],)
     for broken[place] in values:
         try:
-            stream, low = codec.encode(torch.from_numpy(broken), length)
+            lineage, low = codec.encode(torch.from_numpy(broken), length)
         except ValueError:
             continue
-        assert not codec.decode(stream, len(broken), length, low)[1]
+        assert not codec.decode(lineage, len(broken), length, low)[1]
 
 
 @sparse
 def test_wrong_sizes_are_refused(codec) -> None:
-    stream, low = codec.encode(torch.tensor([1, 2], dtype=torch.int32), 9)
-    for wrong in (stream[:-4], stream[:0], torch.cat([stream, stream])):
+    lineage, low = codec.encode(torch.tensor([1, 2], dtype=torch.int32), 9)
+    for wrong in (lineage[:-4], lineage[:0], torch.cat([lineage, lineage])):
         with pytest.raises(FrameError, match="wrong size"):
             codec.decode(wrong, 2, 9, low)
     with pytest.raises(FrameError, match="low bits"):
-        codec.decode(stream, 2, 9, 25)
+        codec.decode(lineage, 2, 9, 25)
 
 
 def test_dense() -> None:
@@ -81,9 +81,9 @@ def test_dense() -> None:
     assert DENSE.size(5, 5) == len(DENSE.encode(torch.arange(5, dtype=torch.int32), 5)[0]) == 0
     assert DENSE.decode(empty, 5, 5, 0) == (None, True)
     assert DENSE.decode(empty, 4, 5, 0) == (None, False)
-    for stream, low in ((torch.zeros(1, dtype=torch.uint8), 0), (empty, 1)):
+    for lineage, low in ((torch.zeros(1, dtype=torch.uint8), 0), (empty, 1)):
         with pytest.raises(FrameError):
-            DENSE.decode(stream, 5, 5, low)
+            DENSE.decode(lineage, 5, 5, low)
 
 
 def test_elias_fano_needs_half_a_bit_more_than_the_entropy() -> None:
@@ -100,13 +100,13 @@ def test_raw(width: int) -> None:
     data = np.random.default_rng(0).integers(0, 256, 512 * width, np.uint8)
     data[: 2 * width] = 0xFF
     bits = torch.from_numpy(data).view(BITS[width])
-    stream, terms = RAW.encode(Values(bits, False, width))
-    assert len(stream) == RAW.size(Values(bits, False, width)) == 512 * width and terms == Terms()
-    decoded, sound = RAW.decode(stream, 512, BITS[width], terms)
+    lineage, terms = RAW.encode(Values(bits, False, width))
+    assert len(lineage) == RAW.size(Values(bits, False, width)) == 512 * width and terms == BitPlaneParams()
+    decoded, sound = RAW.decode(lineage, 512, BITS[width], terms)
     assert sound
     assert torch.equal(decoded, bits)
     with pytest.raises(FrameError):
-        RAW.decode(stream, 511, BITS[width], terms)
+        RAW.decode(lineage, 511, BITS[width], terms)
 
 
 @relative
@@ -116,9 +116,9 @@ def test_raw(width: int) -> None:
 def test_distances_come_back(codec, width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
     size = codec.size(Values(wide(distances), True, width))
-    stream, terms = codec.encode(Values(wide(distances), True, width))
-    assert codec.least(len(distances), width) <= len(stream) == size
-    decoded, sound = codec.decode(stream, len(distances), BITS[width], terms)
+    lineage, terms = codec.encode(Values(wide(distances), True, width))
+    assert codec.least(len(distances), width) <= len(lineage) == size
+    decoded, sound = codec.decode(lineage, len(distances), BITS[width], terms)
     assert sound and torch.equal(decoded, as_bits(distances, width))
     zeros = data.draw(st.sampled_from([1, 7, 100]))
     more = np.concatenate([distances, np.zeros(zeros, np.int64)])
@@ -128,12 +128,12 @@ def test_distances_come_back(codec, width: int, data: st.DataObject) -> None:
 @relative
 def test_streams_of_distances_that_contradict_the_table(codec) -> None:
     distances = torch.tensor([1, -1, 2, 3, 400, -20_000, 0, 5], dtype=torch.int32)
-    stream, terms = codec.encode(Values(distances.clone(), True, 2))
-    wrong = [(stream[:-1], terms), (stream[:8], terms), (torch.cat([stream, stream]), terms), (stream[:0], terms)]
+    lineage, terms = codec.encode(Values(distances.clone(), True, 2))
+    wrong = [(lineage[:-1], terms), (lineage[:8], terms), (torch.cat([lineage, lineage]), terms), (lineage[:0], terms)]
     for shift, spread, far, unary in (
         (16, 0, 0, 0), (0, 26, 3, 3), (0, 1, 9, 9), (0, 1, 4, 3), (0, 1, 4, 65), (0, 0, 2**32 - 1, 2), (255, 0, 0, 0), (15, 0, 4, 5),
     ):  # fmt: skip
-        wrong.append((stream, Terms(shift, spread, far, unary)))
+        wrong.append((lineage, BitPlaneParams(shift, spread, far, unary)))
     for stream_, terms_ in wrong:
         try:
             assert not codec.decode(stream_, len(distances), torch.int16, terms_)[1]

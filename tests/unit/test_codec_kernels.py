@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import codecs_on, cpu_codecs, torch_codecs
-from dte_dist.kernels.planes import Planes, ef_size, words
+from dte_dist.kernels.planes import Planes, bitmap_bytes, ef_size
 from tests.unit import codec_reference as reference
 from tests.unit.test_kernels import bits_of, make_tensors, random_bits, versions
 
@@ -84,14 +84,14 @@ def wide(distances: np.ndarray) -> Tensor:
 @given(segments(), st.integers(0, 24))
 def test_positions(kernel: ModuleType, segment: tuple[np.ndarray, int], low: int) -> None:
     positions, length = segment
-    stream = kernel.encode_ef(torch.from_numpy(positions), length, low)
-    assert stream.numpy().tobytes() == reference.ef(positions, length, low)
-    assert len(stream) == ef_size(len(positions), length, low)
-    decoded, sound = kernel.decode_ef(stream, len(positions), length, low)
+    lineage = kernel.encode_ef(torch.from_numpy(positions), length, low)
+    assert lineage.numpy().tobytes() == reference.ef(positions, length, low)
+    assert len(lineage) == ef_size(len(positions), length, low)
+    decoded, sound = kernel.decode_ef(lineage, len(positions), length, low)
     assert bool(sound) and decoded.dtype == torch.int32 and np.array_equal(decoded.numpy(), positions)
-    stream = kernel.encode_bitmap(torch.from_numpy(positions), length)
-    assert stream.numpy().tobytes() == reference.bitmap(positions, length)
-    decoded, sound = kernel.decode_bitmap(stream, len(positions), length)
+    lineage = kernel.encode_bitmap(torch.from_numpy(positions), length)
+    assert lineage.numpy().tobytes() == reference.bitmap(positions, length)
+    decoded, sound = kernel.decode_bitmap(lineage, len(positions), length)
     assert bool(sound) and decoded.dtype == torch.int32 and np.array_equal(decoded.numpy(), positions)
 
 
@@ -120,14 +120,14 @@ def test_damaged_positions(segment: tuple[np.ndarray, int], low: int, data: st.D
     """Both modules agree about damage; what they believe is in order and in range, and would be written as just these bytes."""
     positions, length = segment
     for name, more in (("ef", (low,)), ("bitmap", ())):
-        stream = getattr(torch_codecs, f"encode_{name}")(torch.from_numpy(positions), length, *more).clone()
+        lineage = getattr(torch_codecs, f"encode_{name}")(torch.from_numpy(positions), length, *more).clone()
         for place, value in data.draw(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)):
-            if len(stream):
-                stream[place % len(stream)] = value
+            if len(lineage):
+                lineage[place % len(lineage)] = value
         count = max(0, len(positions) + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
-        if name == "ef" and ef_size(count, length, low) != len(stream):
+        if name == "ef" and ef_size(count, length, low) != len(lineage):
             continue
-        first, second = (getattr(kernel, f"decode_{name}")(stream, count, length, *more) for kernel in (cpu_codecs, torch_codecs))
+        first, second = (getattr(kernel, f"decode_{name}")(lineage, count, length, *more) for kernel in (cpu_codecs, torch_codecs))
         assert bool(first[1]) == bool(second[1])
         if bool(first[1]):
             assert torch.equal(first[0], second[0]) and bool(torch_codecs.torch_ops.sorted_below(first[0], length))
@@ -201,9 +201,9 @@ def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     if (shift, spread) == (best.shift, best.spread - 1):
         assert plan == best
     assert len(expected) >= best.size
-    stream = kernel.encode_planes(kernel.measure(wide(distances)), width, plan)
-    assert stream.numpy().tobytes() == expected
-    decoded, sound = kernel.decode_planes(stream, len(distances), BITS[width], plan)
+    lineage = kernel.encode_planes(kernel.measure(wide(distances)), width, plan)
+    assert lineage.numpy().tobytes() == expected
+    decoded, sound = kernel.decode_planes(lineage, len(distances), BITS[width], plan)
     assert bool(sound) and torch.equal(decoded, as_bits(distances, width))
 
 
@@ -227,12 +227,12 @@ def test_the_plan_is_the_best(width: int, data: st.DataObject) -> None:
 def test_ulp8(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
     escapes = kernel.count_ulp8(wide(distances))
-    stream = kernel.encode_ulp8(wide(distances), width, escapes)
-    assert stream.numpy().tobytes() == reference.ulp8(distances, width)
-    decoded, sound = kernel.decode_ulp8(stream, len(distances), BITS[width], escapes)
+    lineage = kernel.encode_ulp8(wide(distances), width, escapes)
+    assert lineage.numpy().tobytes() == reference.ulp8(distances, width)
+    decoded, sound = kernel.decode_ulp8(lineage, len(distances), BITS[width], escapes)
     assert bool(sound) and torch.equal(decoded, as_bits(distances, width))
     if escapes:
-        assert not bool(kernel.decode_ulp8(stream[:-width], len(distances), BITS[width], escapes - 1)[1])
+        assert not bool(kernel.decode_ulp8(lineage[:-width], len(distances), BITS[width], escapes - 1)[1])
 
 
 @coded_widths
@@ -243,11 +243,11 @@ def test_damaged_distances(width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
     count = len(distances)
     shift, spread = data.draw(st.sampled_from([(0, -1), (1, 2), (3, 0), (2, 24)]))
-    stream, far, unary = reference.planes(distances, width, shift, spread)
-    damaged = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+    lineage, far, unary = reference.planes(distances, width, shift, spread)
+    damaged = torch.frombuffer(bytearray(lineage), dtype=torch.uint8)
     for place, value in data.draw(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)):
         damaged[place % len(damaged)] = value
-    plan = Planes(shift, spread + 1, far, unary, len(stream))
+    plan = Planes(shift, spread + 1, far, unary, len(lineage))
     first, second = (kernel.decode_planes(damaged, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs))
     assert bool(first[1]) == bool(second[1])
     if bool(first[1]):
@@ -270,9 +270,9 @@ def test_random_bytes_as_planes(width: int) -> None:
         shift, spread = int(rng.integers(0, 8 * width)), int(rng.integers(-1, 25))
         far = int(rng.integers(0, count + 1))
         unary = int(rng.integers(far, far * rng.integers(1, 8 * width - shift + 1) + 1))
-        places = words(count) if spread < 0 else ef_size(far, count, spread)
-        lows = (count + 7 & -8) * (shift // 8) + words(count) * (shift % 8)
-        size = words(count) + lows + places + words(unary) + words(unary - far)
+        places = bitmap_bytes(count) if spread < 0 else ef_size(far, count, spread)
+        lows = (count + 7 & -8) * (shift // 8) + bitmap_bytes(count) * (shift % 8)
+        size = bitmap_bytes(count) + lows + places + bitmap_bytes(unary) + bitmap_bytes(unary - far)
         data = torch.from_numpy(rng.integers(0, 256, size, np.uint8) * rng.integers(0, 2, size, np.uint8))
         plan = Planes(shift, spread + 1, far, unary, size)
         first, second = (kernel.decode_planes(data, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs))

@@ -17,12 +17,12 @@ STREAM, OTHER, PROPOSAL = 77, 88, 99
 FIELDS = len(fields(ControlRow))
 
 
-def source(version: int = 7, stream: int = STREAM, **more: int) -> ControlRow:
-    return ControlRow(is_source=1, source_version=version, source_stream=stream, proposal=PROPOSAL, **more)
+def source(version: int = 7, lineage: int = STREAM, **more: int) -> ControlRow:
+    return ControlRow(is_source=1, source_version=version, source_lineage=lineage, proposed_lineage=PROPOSAL, **more)
 
 
-def receiver(version: int = 7, stream: int = STREAM, **more: int) -> ControlRow:
-    return ControlRow(is_receiver=1, receiver_version=version, receiver_stream=stream, proposal=1, **more)
+def receiver(version: int = 7, lineage: int = STREAM, **more: int) -> ControlRow:
+    return ControlRow(is_receiver=1, receiver_version=version, receiver_lineage=lineage, proposed_lineage=1, **more)
 
 
 FRESH_SOURCE = source(NONE, 0, full=1, reason=REASONS.index("first sync"))
@@ -39,11 +39,11 @@ def groups(draw: st.DrawFn) -> tuple[list[ControlRow], int]:
     shared = draw(states)
     for role in ["source", *roles, *(["receiver"] if not {"receiver", "both"} & set(roles) else [])]:
         at, held = draw(st.one_of(st.just(shared), states)), draw(st.one_of(st.just(shared), states))
-        row = ControlRow(proposal=draw(st.integers(1, 2**62)))
+        row = ControlRow(proposed_lineage=draw(st.integers(1, 2**62)))
         if role != "receiver":
-            row = replace(row, is_source=1, source_version=at[0], source_stream=at[1], full=int(at[0] == NONE or draw(st.booleans())))
+            row = replace(row, is_source=1, source_version=at[0], source_lineage=at[1], full=int(at[0] == NONE or draw(st.booleans())))
         if role != "source":
-            row = replace(row, is_receiver=1, receiver_version=held[0], receiver_stream=held[1])
+            row = replace(row, is_receiver=1, receiver_version=held[0], receiver_lineage=held[1])
         rows.append(row)
     order = draw(st.permutations(range(len(rows))))
     rows = [rows[place] for place in order]
@@ -65,11 +65,11 @@ def test_followers_hold_exactly_what_all_sources_start_from(group: tuple[list[Co
     rows, root = group
     decision = decide(rows, root)
     for rank in decision.followers:
-        assert (rows[rank].receiver_version, rows[rank].receiver_stream) == (decision.base, decision.stream)
+        assert (rows[rank].receiver_version, rows[rank].receiver_lineage) == (decision.base, decision.lineage)
         assert decision.base != NONE
     if decision.followers:
         sources = [row for row in rows if row.is_source]
-        assert {(row.source_version, row.source_stream) for row in sources} == {(decision.base, decision.stream)}
+        assert {(row.source_version, row.source_lineage) for row in sources} == {(decision.base, decision.lineage)}
         assert not any(row.full for row in sources)
 
 
@@ -88,7 +88,7 @@ def test_the_version_is_newer_than_what_sources_and_followers_hold_and_on_a_full
 def test_whoever_is_seeded_has_a_reason_and_a_plain_delta_has_none(group: tuple[list[ControlRow], int]) -> None:
     rows, root = group
     decision = decide(rows, root)
-    sources_agree = len({(row.source_version, row.source_stream) for row in rows if row.is_source}) == 1
+    sources_agree = len({(row.source_version, row.source_lineage) for row in rows if row.is_source}) == 1
     if decision.followers and not decision.seeded:
         assert decision.reason == ""
     if decision.followers and decision.seeded:
@@ -103,7 +103,7 @@ def test_the_order_of_the_ranks_does_not_matter(group: tuple[list[ControlRow], i
     order = list(range(len(rows)))
     random.shuffle(order)  # type: ignore[attr-defined]
     decision, moved = decide(rows, root), decide([rows[rank] for rank in order], order.index(root))
-    assert (moved.version, moved.base, moved.stream, moved.onward) == (decision.version, decision.base, decision.stream, decision.onward)
+    assert (moved.version, moved.base, moved.lineage, moved.next_lineage) == (decision.version, decision.base, decision.lineage, decision.next_lineage)
     assert sorted(order[place] for place in moved.followers) == list(decision.followers)
     assert sorted(order[place] for place in moved.seeded) == list(decision.seeded)
 
@@ -127,7 +127,7 @@ def test_receivers_at_the_version_of_the_sources_get_a_delta() -> None:
 
 
 def test_the_first_sync_is_full_and_starts_the_lineage_that_the_root_proposes() -> None:
-    rows = [FRESH_RECEIVER, replace(FRESH_SOURCE, proposal=5), FRESH_SOURCE]
+    rows = [FRESH_RECEIVER, replace(FRESH_SOURCE, proposed_lineage=5), FRESH_SOURCE]
     assert decide(rows, 2) == Decision(1, NONE, 0, PROPOSAL, (), (0,), "first sync")
 
 
@@ -153,7 +153,7 @@ def test_a_restarted_trainer_seeds_under_a_new_lineage_and_a_version_above_the_r
 
 
 def test_one_source_of_two_restarted_is_a_full_sync_of_a_new_lineage() -> None:
-    decision = decide([source(), replace(FRESH_SOURCE, proposal=5), receiver()], 0)
+    decision = decide([source(), replace(FRESH_SOURCE, proposed_lineage=5), receiver()], 0)
     assert decision == Decision(8, NONE, 0, PROPOSAL, (), (2,), "sources hold different versions")
 
 
@@ -161,13 +161,13 @@ def test_one_source_of_two_restarted_is_a_full_sync_of_a_new_lineage() -> None:
 def test_one_source_that_was_asked_for_everything_is_enough(asking: list[int]) -> None:
     asked = source(NONE, STREAM, full=1, reason=REASONS.index("mode"))
     rows = [asked if rank in asking else source() for rank in range(2)]
-    onward = PROPOSAL if len(asking) == 2 else STREAM
-    base, stream = (NONE, 0) if len(asking) == 2 else (7, STREAM)
-    assert decide([*rows, receiver()], 0) == Decision(8, base, stream, onward, (), (2,), "mode")
+    next_lineage = PROPOSAL if len(asking) == 2 else STREAM
+    base, lineage = (NONE, 0) if len(asking) == 2 else (7, STREAM)
+    assert decide([*rows, receiver()], 0) == Decision(8, base, lineage, next_lineage, (), (2,), "mode")
 
 
 def test_after_a_sync_that_broke_off_receivers_follow_but_the_new_version_has_a_name_of_its_own() -> None:
-    rows = [source(broken_off=1), source(), receiver(), receiver(8)]
+    rows = [source(aborted=1), source(), receiver(), receiver(8)]
     assert decide(rows, 0) == Decision(8, 7, STREAM, PROPOSAL, (2,), (3,), "rank 3 seeded: replay, it held v8, sources v7")
 
 
@@ -182,34 +182,34 @@ def test_a_full_sync_on_purpose_says_why(reason: str) -> None:
     assert decision.is_full and decision.reason == reason and decision.version == 8
 
 
-@pytest.mark.parametrize("wanted", [1, 6, 7])
-def test_a_version_that_is_not_newer_is_a_replay_and_says_what_is_held(wanted: int) -> None:
-    with pytest.raises(VersionReplay, match=rf"expected > 7; got {wanted}"):
-        decide([source(wanted=wanted), receiver()], 0)
+@pytest.mark.parametrize("requested_version", [1, 6, 7])
+def test_a_version_that_is_not_newer_is_a_replay_and_says_what_is_held(requested_version: int) -> None:
+    with pytest.raises(VersionReplay, match=rf"expected > 7; got {requested_version}"):
+        decide([source(requested_version=requested_version), receiver()], 0)
 
 
-@pytest.mark.parametrize("wanted", [1, 7])
-def test_a_full_sync_is_held_against_what_receivers_hold(wanted: int) -> None:
+@pytest.mark.parametrize("requested_version", [1, 7])
+def test_a_full_sync_is_held_against_what_receivers_hold(requested_version: int) -> None:
     with pytest.raises(VersionReplay):
-        decide([replace(FRESH_SOURCE, wanted=wanted), receiver(7)], 0)
-    assert decide([replace(FRESH_SOURCE, wanted=8), receiver(7)], 0).version == 8
+        decide([replace(FRESH_SOURCE, requested_version=requested_version), receiver(7)], 0)
+    assert decide([replace(FRESH_SOURCE, requested_version=8), receiver(7)], 0).version == 8
 
 
 def test_a_version_may_leave_numbers_out() -> None:
-    assert decide([source(wanted=100), receiver()], 0) == Decision(100, 7, STREAM, STREAM, (1,), (), "")
+    assert decide([source(requested_version=100), receiver()], 0) == Decision(100, 7, STREAM, STREAM, (1,), (), "")
 
 
 def test_receivers_may_leave_the_version_out_or_say_the_same() -> None:
-    assert decide([source(wanted=9), source(wanted=9), receiver(wanted=9), receiver()], 0).version == 9
+    assert decide([source(requested_version=9), source(requested_version=9), receiver(requested_version=9), receiver()], 0).version == 9
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [source(wanted=8), source(wanted=9), receiver()],
-        [source(wanted=8), source(), receiver()],
-        [source(wanted=8), receiver(wanted=9)],
-        [source(), receiver(wanted=8)],
+        [source(requested_version=8), source(requested_version=9), receiver()],
+        [source(requested_version=8), source(), receiver()],
+        [source(requested_version=8), receiver(requested_version=9)],
+        [source(), receiver(requested_version=8)],
     ],
     ids=["two sources", "one source of two", "source and receiver", "receiver alone"],
 )
@@ -221,13 +221,13 @@ def test_different_versions_are_named_with_who_wants_what(rows: list[ControlRow]
 
 def test_a_version_that_would_not_fit_is_refused() -> None:
     with pytest.raises(VersionError, match="does not fit") as caught:
-        decide([source(wanted=1 << 62), receiver()], 0)
+        decide([source(requested_version=1 << 62), receiver()], 0)
     assert type(caught.value) is VersionError
-    assert decide([source(wanted=(1 << 62) - 1), receiver()], 0).version == (1 << 62) - 1
+    assert decide([source(requested_version=(1 << 62) - 1), receiver()], 0).version == (1 << 62) - 1
 
 
 def test_a_colocated_rank_follows_itself() -> None:
-    both = replace(source(), is_receiver=1, receiver_version=7, receiver_stream=STREAM)
+    both = replace(source(), is_receiver=1, receiver_version=7, receiver_lineage=STREAM)
     assert decide([both], 0).followers == (0,)
     assert decide([replace(both, receiver_version=NONE)], 0).seeded == (0,)
 
@@ -248,9 +248,9 @@ def test_rows_that_can_be_are_let_through(group: tuple[list[ControlRow], int]) -
 
 
 IMPOSSIBLE = {
-    **dict.fromkeys(("failed", "is_source", "is_receiver", "broken_off", "full"), (-1, 2, 1 << 40)),
-    **dict.fromkeys(("source_version", "receiver_version", "newest", "wanted"), (-2, 1 << 62, -(1 << 63))),
-    **dict.fromkeys(("source_stream", "receiver_stream", "proposal", "changed"), (-1, (1 << 62) + 1)),
+    **dict.fromkeys(("failed", "is_source", "is_receiver", "aborted", "full"), (-1, 2, 1 << 40)),
+    **dict.fromkeys(("source_version", "receiver_version", "newest", "requested_version"), (-2, 1 << 62, -(1 << 63))),
+    **dict.fromkeys(("source_lineage", "receiver_lineage", "proposed_lineage", "changed"), (-1, (1 << 62) + 1)),
     "reason": (-1, len(REASONS), 1 << 60),
     "seed_reason": (-1, len(SEED_REASONS), 1 << 60),
     "route": (-1, 2, -(1 << 60)),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dte_dist import Layout, Plan, remap_delta_indices
 from dte_dist.layout import Block
-from dte_dist.plan.crossing import Crossing
+from dte_dist.plan.crossing import BatchedIndexMap
 from dte_dist.plan.parts import elements, landings_of, parts_of
 from tests.unit.geometry import SHAPES, blocks
 
@@ -23,7 +23,7 @@ def test_all_at_once_is_one_by_one(data) -> None:
     shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=4))
     source = [data.draw(blocks(shape)) for shape in shapes]
     target = [(slot, data.draw(blocks(shape))) for slot, shape in enumerate(shapes) for _ in range(data.draw(st.integers(0, 2)))]
-    crossing = Crossing(2, source, target)
+    crossing = BatchedIndexMap(2, source, target)
     chosen = [number for number, block in enumerate(source) if block.numel and data.draw(st.booleans())]
     if not chosen:
         return
@@ -51,7 +51,7 @@ def test_spaces_beyond_32_bits() -> None:
     positions = np.unique(rng.integers(0, source[0].numel, 5000))
     positions = np.unique(np.concatenate([positions, positions // shape[2] * shape[2] + 7]))
     flat = [torch.from_numpy(positions), torch.tensor([0, 4])]
-    crossing = Crossing(4, source, target)
+    crossing = BatchedIndexMap(4, source, target)
     found = list(crossing.translate([0, 1], flat, torch.arange(len(positions) + 2, dtype=torch.int32)))
     where, kept = remap_delta_indices(flat[0], source[0], target[0][1])
     assert len(found) > 3

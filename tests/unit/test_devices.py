@@ -111,8 +111,8 @@ def test_several_accelerators_are_refused_with_what_is_where(monkeypatch: pytest
     with pytest.raises(LayoutMismatch) as caught:
         home_of(tensors, list("abcdef"))
     assert str(caught.value) == (
-        "the tensors of this rank are on several accelerators [slot 'c'; got 'c' on cuda:1, 'd' on cpu, "
-        "'e' on cuda:1, the other 3 on cuda:0]. Way out: move them to cuda:0, or leave them out with select=."
+        "the tensors of this rank are on several accelerators [tensor 'c'; got 'c' on cuda:1, 'd' on cpu, "
+        "'e' on cuda:1, the other 3 on cuda:0]. Hint: move them to cuda:0, or leave them out with select=."
     )
 
 
@@ -120,7 +120,7 @@ def test_where_one_device_is_needed_the_others_are_named() -> None:
     tensors = [torch.zeros(2), *(far(torch.zeros(2)) for _ in range(7)), *(torch.zeros(2) for _ in range(8))]
     with pytest.raises(
         LayoutMismatch,
-        match=r"several devices \[slot '1'; got '1' on cuda:0, .*'4' on cuda:0 and 3 more, the other 9 on",
+        match=r"several devices \[tensor '1'; got '1' on cuda:0, .*'4' on cuda:0 and 3 more, the other 9 on",
     ):
         one_device(tensors, list(map(str, range(len(tensors)))))
     assert (
@@ -252,7 +252,7 @@ def test_seeds_and_deltas(sides: str, bucket_bytes: int) -> None:
         trained["b.steps"] += step % 2
         before = {name: tensor._version for name, tensor in copy.items()}
         assert pair.sync() == changed + step % 2
-        assert same_bits(trained, copy) and pair.receiver.chain.version == step + 2
+        assert same_bits(trained, copy) and pair.receiver.state.version == step + 2
         moved = {name: tensor._version - before[name] for name, tensor in copy.items()}
         assert (
             moved["b.flags"] == moved["p1"] == 0
@@ -265,13 +265,13 @@ def test_seeds_and_deltas(sides: str, bucket_bytes: int) -> None:
 def test_writes_by_others_are_noticed_where_the_tensors_are() -> None:
     pair = Pair(near_and_far(), near_and_far())
     pair.receiver.begin()
-    assert pair.receiver.chain.version == 1 and not pair.receiver.is_written()
+    assert pair.receiver.state.version == 1 and not pair.receiver.is_written()
     pair.copy["b.mean"][3] = 9
-    assert pair.receiver.is_written() and pair.receiver.chain.version == NONE
+    assert pair.receiver.is_written() and pair.receiver.state.version == NONE
     pair.seed(version=2)
     pair.copy["b.steps"] += 1
     pair.receiver.begin()
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
 
 
 def test_a_write_back_that_fails_leaves_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_a_write_back_that_fails_leaves_no_version(monkeypatch: pytest.MonkeyPat
         patch.setattr(StandIns, "write_back", broken)
         with pytest.raises(MemoryError):
             pair.receiver.apply()
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
     pair.rollback()
     pair.seed(version=2)
     assert same_bits(trained, pair.copy)

@@ -23,7 +23,7 @@ from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.kernels import Identity, cpu_remap, torch_remap
 from dte_dist.layout import Block
-from dte_dist.plan.remap import build_remaps
+from dte_dist.plan.remap import build_index_maps
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
 from tests.unit.geometry import SHAPES, blocks, mesh_blocks, pairs_of_spaces, whole_space
 from tests.unit.test_kernels import bits_of, make_tensors, random_bits
@@ -240,7 +240,7 @@ def test_every_piece_of_a_receiver_gets_what_a_source_has_of_it(data: st.DataObj
     the source it is.
     """
     shapes, source, receiver = data.draw(pairs_of_spaces())
-    remaps = build_remaps(source, receiver)
+    index_maps = build_index_maps(source, receiver)
     for width in BITS:
         flat = target_of(source, 3, data.draw(st.booleans()), width)
         held = {}
@@ -263,7 +263,7 @@ def test_every_piece_of_a_receiver_gets_what_a_source_has_of_it(data: st.DataObj
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kernels, "remaps_on", lambda device, kernel=kernel: kernel)
                 patch.setattr(module, "_CHUNK", data.draw(st.sampled_from([1, 5, 64, 1 << 20])))
-                assert digests(flat, [(remaps, receiver.starts)])[0].tolist() == expected
+                assert digests(flat, [(index_maps, receiver.starts)])[0].tolist() == expected
 
 
 @st.composite
@@ -320,7 +320,7 @@ def test_the_digests_of_all_shards_add_up_to_those_of_the_whole_tensors_and_of_a
         """Each element is read once, for both spaces."""
         spaces = [(full, source) for source in sources], [(receiver, source) for source in sources]
         tables = [
-            [(build_remaps(source, other), other.starts) for other, source in space]
+            [(build_index_maps(source, other), other.starts) for other, source in space]
             for space in zip(*spaces, strict=True)
         ]
         every = [digests(flat, both) for flat, both in zip(flats, tables, strict=True)]
@@ -345,7 +345,7 @@ def test_tables_of_a_tied_tensor_and_of_regions_in_another_order(kernel: ModuleT
     expected = references([whole[6:], whole[:3], whole], 4)
     for tensors in ([bits], [bits[:3], whole, bits[51:]], [bits[:3], whole.t().contiguous().t(), bits[51:]]):
         flat = FlatTensors(tensors, 4)
-        assert digests(flat, [(build_remaps(source, rows), rows.starts)])[0].tolist() == expected
+        assert digests(flat, [(build_index_maps(source, rows), rows.starts)])[0].tolist() == expected
 
 
 def test_empty_pieces_and_empty_spaces(kernel: ModuleType) -> None:

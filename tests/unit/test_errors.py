@@ -46,9 +46,9 @@ def test_a_subclass_travels_as_the_class_of_the_family_that_it_is_one_of() -> No
 
 
 def test_every_text_can_be_told() -> None:
-    """Half of a letter, which JSON can spell and so a name of another rank may have, cannot be encoded."""
-    error = LayoutMismatch("shapes differ", slot="w\ud800é", got="\udfff")
-    assert str(error) == "shapes differ [slot 'w\\ud800é'; got \\udfff]"
+    """Half of a inline payload, which JSON can spell and so a name of another rank may have, cannot be encoded."""
+    error = LayoutMismatch("shapes differ", tensor="w\ud800é", got="\udfff")
+    assert str(error) == "shapes differ [tensor 'w\\ud800é'; got \\udfff]"
 
 
 def test_zeros_are_no_error() -> None:
@@ -105,7 +105,7 @@ def test_a_lost_peer_is_told_with_its_ranks() -> None:
 
 
 def test_the_text_names_slot_ranks_both_sides_and_the_way_out() -> None:
-    error = LayoutMismatch("shapes differ", slot="a.b", ranks=(2, 5), expected=(4, 4), got=(4, 5), fix="build the same model")
-    assert str(error) == "shapes differ [slot 'a.b'; ranks 2, 5; expected (4, 4); got (4, 5)]. Way out: build the same model."
+    error = LayoutMismatch("shapes differ", tensor="a.b", ranks=(2, 5), expected=(4, 4), got=(4, 5), hint="build the same model")
+    assert str(error) == "shapes differ [tensor 'a.b'; ranks 2, 5; expected (4, 4); got (4, 5)]. Hint: build the same model."
     assert str(VersionGap("a gap")) == "a gap"
     assert str(DeltaError("zero counts", expected=0, got="")) == "zero counts [expected 0; got ]"

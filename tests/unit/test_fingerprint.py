@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.change.fingerprint import Fingerprint, foreign_writes
+from dte_dist.change.fingerprint import Fingerprint, external_writes
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import Identity, cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops, torch_remap
-from dte_dist.layout import Layout, LocalTensors
-from dte_dist.plan.remap import build_remaps
+from dte_dist.layout import Layout, LiveTensors
+from dte_dist.plan.remap import build_index_maps
 from tests.unit.geometry import homes, pairs_of_spaces
 from tests.unit.test_kernels import make_tensors, random_bits
 from tests.unit.test_remap import target_of
@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
     """The modules of one kind of device that write."""
 
     ops: ModuleType
-    remaps: ModuleType
+    index_maps: ModuleType
     codecs: ModuleType
 
 
@@ -83,14 +83,14 @@ def patch(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
 
 
 def patch_by(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
-    stream = cpu.encode_u16(positions, len(flat))
+    lineage = cpu.encode_u16(positions, len(flat))
     values = random_bits(len(positions), flat.width)
-    kernel.codecs.patch(Identity(len(flat)), 0, stream, values, flat, relative=True, length=len(flat))
+    kernel.codecs.patch(Identity(len(flat)), 0, lineage, values, flat, relative=True, length=len(flat))
 
 
 def place(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
     begin, end = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
-    kernel.remaps.place(Identity(len(flat)), begin, random_bits(end - begin, flat.width), flat)
+    kernel.index_maps.place(Identity(len(flat)), begin, random_bits(end - begin, flat.width), flat)
 
 
 WRITES: dict[str, Write] = {
@@ -141,7 +141,7 @@ def test_any_geometry(data: st.DataObject) -> None:
     """Several tables, several homes of one element, strided tensors; `place` and `patch` one after the other.
     """
     shapes, source, receiver = data.draw(pairs_of_spaces())
-    remaps, strided = build_remaps(source, receiver), data.draw(st.booleans())
+    index_maps, strided = build_index_maps(source, receiver), data.draw(st.booleans())
     met = {
         int(np.searchsorted(receiver.starts, home, "right")) - 1
         for several in homes(source, receiver, shapes)
@@ -154,12 +154,12 @@ def test_any_geometry(data: st.DataObject) -> None:
             with pytest.MonkeyPatch.context() as patching:
                 patching.setattr(torch_ops, "_SMALL", small)
                 patching.setattr(torch_ops, "_BATCH", batch)
-                for remap in remaps:
-                    kernel.remaps.place(remap, 0, random_bits(source.numel, width), flat)
+                for index_map in index_maps:
+                    kernel.index_maps.place(index_map, 0, random_bits(source.numel, width), flat)
                     positions = torch.arange(source.numel, dtype=torch.int32)
                     for relative in (False, True):
                         kernel.codecs.patch(
-                            remap, 0, positions, random_bits(source.numel, width), flat, relative=relative
+                            index_map, 0, positions, random_bits(source.numel, width), flat, relative=relative
                         )
             assert flat.writes.tolist() == versions(flat.tensors).tolist()
             assert {*np.flatnonzero(flat.writes).tolist()} == met
@@ -271,14 +271,14 @@ def test_inference_tensors_have_a_fingerprint_of_their_bits() -> None:
 
 def test_memory_that_a_tensor_was_moved_to_is_seen_when_it_is_asked_for() -> None:
     """What a layout has read keeps the addresses of then."""
-    local = LocalTensors.of([torch.zeros(4), torch.zeros(5)])
+    local = LiveTensors.of([torch.zeros(4), torch.zeros(5)])
     before = Fingerprint.of(local)
     local.tensors[1].data = torch.zeros(5)
     assert before.same(Fingerprint.of(local)) and not before.same(Fingerprint.of(local, moved=True))
 
 
 def test_no_tensors_and_other_numbers_of_tensors() -> None:
-    nothing, one = Fingerprint.of(LocalTensors.of([])), Fingerprint.of(LocalTensors.of([torch.zeros(3)]))
+    nothing, one = Fingerprint.of(LiveTensors.of([])), Fingerprint.of(LiveTensors.of([torch.zeros(3)]))
     assert nothing.same(nothing) and not nothing.same(one) and not one.same(nothing)
 
 
@@ -289,7 +289,7 @@ class Copy:
     """Tensors of a receiver between two fingerprints; `own` writes to one as a sync does."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.local, self.counts = LocalTensors.of(list(tensors)), np.zeros(len(tensors), np.int64)
+        self.local, self.counts = LiveTensors.of(list(tensors)), np.zeros(len(tensors), np.int64)
         self.before = Fingerprint.of(self.local)
 
     def own(self, *indices: int) -> None:
@@ -305,7 +305,7 @@ class Copy:
             self.local.tensors[index].view(-1)[0] = 9.0
 
     def found(self) -> list[int]:
-        return foreign_writes(
+        return external_writes(
             self.before, Fingerprint.of(self.local, moved=True), self.counts, self.local.tensors
         )
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
-from dte_dist.codec import Chooser, FrameHead, FrameWriter, Segment, read_frame, read_head
+from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, Segment, read_frame, read_head
 from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.errors import FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 
-EXPECT = FrameHead(schema=2**64 - 1, stream=2**63 + 5, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000)
+EXPECT = FrameHead(schema=2**64 - 1, lineage=2**63 + 5, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000)
 HOSTILE = [0, 1, 2, 3, 7, 8, 0x7FFF, 0xFFFF, 65536, 2**28, 2**28 + 1, 2**31 - 1, 2**31, 2**32 - 8, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 
 
@@ -150,7 +150,7 @@ def test_segments_are_sent_whole_where_that_is_smaller(ratio: float, last: int) 
     """Of 100,000 elements of 2 bytes, each change takes 4 bytes, and 8 more go for the counts of blocks."""
     whole = torch.full((100_000,), 7, dtype=torch.int16)
     for count, pair in ((1, "i32+raw"), (last, "u16+raw"), (last + 1, "dense+raw"), (100_000, "dense+raw")):
-        writer = FrameWriter(EXPECT, "cpu", Chooser(ratio=ratio))
+        writer = FrameWriter(EXPECT, "cpu", CodecSelector(sparse_bytes_ratio=ratio))
         whole[:count] = 0
         writer.add(1000, 100_000, torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int16), whole=lambda: whole)
         assert writer.codecs == {pair: 1}
@@ -239,7 +239,7 @@ def test_every_cut_and_extension_is_caught() -> None:
 # Intent: the checksum fits, so that everything else has to hold on its own.
 
 
-@pytest.mark.parametrize("field", sorted(set(HEAD.names) - {"checksum", "stream", "base", "version", "segments"}))
+@pytest.mark.parametrize("field", sorted(set(HEAD.names) - {"checksum", "lineage", "base", "version", "segments"}))
 def test_hostile_heads(field: str) -> None:
     """A wrong number anywhere in the head is refused; two frames that changed places have each other's number."""
     frame = make_frame().numpy()
@@ -256,7 +256,7 @@ def test_hostile_heads(field: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"stream": 0}, VersionRestart), ({"stream": 0, "base": 9, "version": 10}, VersionRestart), ({"base": 8, "version": 9}, VersionGap),
+        ({"lineage": 0}, VersionRestart), ({"lineage": 0, "base": 9, "version": 10}, VersionRestart), ({"base": 8, "version": 9}, VersionGap),
         ({"base": 2**63 - 2, "version": 2**63 - 1}, VersionGap), ({"base": 6, "version": 7}, VersionReplay),
         ({"base": -(2**63), "version": -(2**63)}, VersionReplay), ({"base": 7, "version": 7}, VersionReplay),
         ({"base": 7, "version": 9}, VersionError), ({"base": 6, "version": 8}, VersionError),
@@ -270,7 +270,7 @@ def test_wrong_versions_are_told_apart(changes: dict[str, int], kind: type[Excep
 
 
 def test_another_schema_is_no_question_of_versions() -> None:
-    refused(make_frame(replace(EXPECT, schema=5, stream=5)))
+    refused(make_frame(replace(EXPECT, schema=5, lineage=5)))
     refused(make_frame(replace(EXPECT, seed=True)))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS
-from dte_dist.codec import Chooser, FrameHead, FrameWriter, Segment, dense_size, read_frame
+from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, Segment, dense_size, read_frame
 from dte_dist.codec.head import ENTRY, HEAD
 from dte_dist.codec.index import INDEX_CODECS
 from dte_dist.codec.value import VALUE_CODECS
@@ -26,7 +26,7 @@ from tests.unit.test_frame import HOSTILE, seal
 
 PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]
 CHOICES = [*PAIRS, "fast", "small", "auto"]
-HEAD_OF = FrameHead(schema=5, stream=6, base=7, version=8, source=3, number=1, count=4, width=2, first=0, length=1 << 20)
+HEAD_OF = FrameHead(schema=5, lineage=6, base=7, version=8, source=3, number=1, count=4, width=2, first=0, length=1 << 20)
 ALL = {
     1: np.arange(256, dtype=np.uint8).view(np.uint8), 2: np.arange(1 << 16, dtype=np.uint16).view(np.int16),
 }  # fmt: skip
@@ -41,15 +41,15 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def chooser_of(codec: str) -> Chooser:
-    return Chooser(codec, bytes_per_second=1e7 if codec == "auto" else None)
+def chooser_of(codec: str) -> CodecSelector:
+    return CodecSelector(codec, bytes_per_second=1e7 if codec == "auto" else None)
 
 
-def write(writer: FrameWriter, chooser: Chooser, first: int, known: Tensor, new: Tensor) -> None:
+def write(writer: FrameWriter, selector: CodecSelector, first: int, known: Tensor, new: Tensor) -> None:
     """Add what differs between two states of a segment, as a source does, whose memory is used again at once."""
     where = (known != new).nonzero().view(-1)
     positions, values = None if len(where) == len(known) else where.to(torch.int32), new[where]
-    relative = chooser.relative(known.element_size())
+    relative = selector.relative(known.element_size())
     if relative:
         values = torch_codecs.distances(known[where], values)
     writer.add(first, len(known), positions, values, relative=relative, whole=lambda: new)
@@ -101,15 +101,15 @@ WHERE = {
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_every_kind_of_change(kernel: None, codec: str, width: int) -> None:
     """Several segments a frame; it is never larger than the chunk sent whole."""
-    rng, chooser = np.random.default_rng(width), chooser_of(codec)
+    rng, selector = np.random.default_rng(width), chooser_of(codec)
     lengths = [1, 2, 63, 2048, 7001]
     for kind in ("steps", "any", "far", "scale"):
         head = replace(HEAD_OF, width=width)
-        writer, at, states = FrameWriter(head, "cpu", chooser), 0, []
+        writer, at, states = FrameWriter(head, "cpu", selector), 0, []
         for (name, where), length in zip(WHERE.items(), lengths * 2, strict=True):
             known = random_bits(rng, length, width)
             new = moved(rng, known, where(rng, length), kind)
-            write(writer, chooser, at, known, new)
+            write(writer, selector, at, known, new)
             states += [(name, at, known, new)] if (known != new).any() else []
             at += length
         frame = writer.finish()
@@ -126,19 +126,19 @@ def test_all_bits(kernel: None, codec: str, width: int) -> None:
     """From any bit pattern to the next one of a permutation: NaNs of all payloads, zeros of both signs, infinities."""
     known = torch.from_numpy(ALL[width].copy())
     for step in (1, 77, len(known) // 2):
-        new, head, chooser = known.roll(step), replace(HEAD_OF, width=width), chooser_of(codec)
-        writer = FrameWriter(head, "cpu", chooser)
-        write(writer, chooser, 0, known, new)
+        new, head, selector = known.roll(step), replace(HEAD_OF, width=width), chooser_of(codec)
+        writer = FrameWriter(head, "cpu", selector)
+        write(writer, selector, 0, known, new)
         (segment,) = read_frame(writer.finish(), head)
         assert torch.equal(applied(segment, known), new)
 
 
 @pytest.mark.parametrize("codec", [pair for pair in PAIRS if not pair.startswith("dense")])
 def test_a_pair_is_used_where_it_was_asked_for(codec: str) -> None:
-    rng, chooser = np.random.default_rng(0), chooser_of(codec)
+    rng, selector = np.random.default_rng(0), chooser_of(codec)
     known = random_bits(rng, 100_000, 2)
-    writer = FrameWriter(HEAD_OF, "cpu", chooser)
-    write(writer, chooser, 0, known, moved(rng, known, rng.random(100_000) < 0.02, "steps"))
+    writer = FrameWriter(HEAD_OF, "cpu", selector)
+    write(writer, selector, 0, known, moved(rng, known, rng.random(100_000) < 0.02, "steps"))
     assert writer.codecs == {codec.replace("again", "ef"): 1}  # there was no delta before
     assert all(segment.relative == (not codec.endswith("raw")) for segment in read_frame(writer.finish(), HEAD_OF))
 
@@ -146,15 +146,15 @@ def test_a_pair_is_used_where_it_was_asked_for(codec: str) -> None:
 def test_both_kinds_of_device_write_the_same_frame() -> None:
     rng = np.random.default_rng(1)
     for width, codec in product((1, 2, 4), CHOICES):
-        chooser, head, frames = chooser_of(codec), replace(HEAD_OF, width=width), []
+        selector, head, frames = chooser_of(codec), replace(HEAD_OF, width=width), []
         known = random_bits(rng, 30_000, width)
         new = moved(rng, known, rng.random(30_000) < 0.05, "steps")
         for on, codecs in ((cpu, cpu_codecs), (torch_ops, torch_codecs)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kernels, "on", lambda device, on=on: on)
                 patch.setattr(kernels, "codecs_on", lambda device, codecs=codecs: cpu_codecs if isinstance(device, str) else codecs)
-                writer = FrameWriter(head, "cpu", chooser)
-                write(writer, chooser, 0, known, new)
+                writer = FrameWriter(head, "cpu", selector)
+                write(writer, selector, 0, known, new)
                 frames.append(writer.finish())
         assert torch.equal(*frames)
 
@@ -180,10 +180,10 @@ def frame_of_all() -> Tensor:
     head, at, frames = HEAD_OF, 0, []
     writer = FrameWriter(head, "cpu")
     for pair in PAIRS:
-        chooser = chooser_of(pair)
-        writer._chooser = chooser
+        selector = chooser_of(pair)
+        writer._chooser = selector
         known = random_bits(rng, 300, 2)
-        write(writer, chooser, at, known, moved(rng, known, rng.random(300) < 0.1, "far" if len(frames) % 2 else "steps"))
+        write(writer, selector, at, known, moved(rng, known, rng.random(300) < 0.1, "far" if len(frames) % 2 else "steps"))
         at += 300
     return writer.finish()
 
@@ -232,7 +232,7 @@ def test_positions_of_u16_may_be_left_as_they_are(kernel: None) -> None:
     left = [segment.positions for segment in segments if segment.packed and segment.positions is not None]
     assert len(left) == sum(pair.startswith("u16") for pair in PAIRS)
     memory = frame.untyped_storage().data_ptr()
-    assert all(stream.dtype == torch.uint8 and stream.untyped_storage().data_ptr() == memory for stream in left)
+    assert all(lineage.dtype == torch.uint8 and lineage.untyped_storage().data_ptr() == memory for lineage in left)
 
 
 @settings(max_examples=200, deadline=None)

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from dte_dist import Payload, kernels
 from dte_dist.change.flat import BITS
-from dte_dist.codec import Chooser, FrameHead, FrameWriter, History, Segment, read_frame, read_head
+from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, PreviousDelta, Segment, read_frame, read_head
 from dte_dist.codec.head import CHECKSUM_WORD
 from dte_dist.collectives.agreement import _check_numbers, _unflatten, describe
 from dte_dist.collectives.description import Description as RankDescription
 from dte_dist.collectives.description import check_counts
-from dte_dist.collectives.options import Options
+from dte_dist.collectives.options import ChannelOptions
 from dte_dist.collectives.sync import Sync, _check_calls
 from dte_dist.engine.bounds import check_rows
-from dte_dist.engine.control import NONE, ControlRow, decide, held
+from dte_dist.engine.control import NONE, ControlRow, common_version, decide
 from dte_dist.engine.payload import (
     HEADER,
     MAGIC,
@@ -53,7 +53,7 @@ from dte_dist.transport.places import Place
 from dte_dist.transport.presence import Process
 from dte_dist.transport.process_group import _check_rows
 from dte_dist.transport.rendezvous import _said
-from dte_dist.transport.together import Agreed
+from dte_dist.transport.together import AgreedError
 from tests.unit.fuzzing import EXTREMES, damage_bytes, damage_json, fuzz, limited_memory
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def compiled() -> None:
 # Frames -----------------------------------------------------------------------------------------------------
 
 HEAD_OF = FrameHead(
-    schema=5, stream=6, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000
+    schema=5, lineage=6, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000
 )
 CODECS = [
     "fast",
@@ -89,20 +89,20 @@ class Case:
 
     def __init__(self, codec: str, width: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        chooser = Chooser(codec, ratio=1.0)
+        selector = CodecSelector(codec, sparse_bytes_ratio=1.0)
         self.expect = replace(HEAD_OF, width=width, source=seed)
-        self.writer_history, self.history = History(), History()
-        before = self._written(rng, chooser, replace(self.expect, base=6, version=7), width)
+        self.writer_history, self.history = PreviousDelta(), PreviousDelta()
+        before = self._written(rng, selector, replace(self.expect, base=6, version=7), width)
         if len(before):
             read_frame(before, replace(self.expect, base=6, version=7), self.history)
         for history in (self.writer_history, self.history):
             history.commit(7, 6)
-        self.frame = self._written(rng, chooser, self.expect, width)
+        self.frame = self._written(rng, selector, self.expect, width)
         self.segments = said(read_frame(self.frame, self.expect, self.history))
         self.data = self.frame.numpy().tobytes()
 
-    def _written(self, rng: np.random.Generator, chooser: Chooser, head: FrameHead, width: int) -> Tensor:
-        writer = FrameWriter(head, CPU, chooser, self.writer_history)
+    def _written(self, rng: np.random.Generator, selector: CodecSelector, head: FrameHead, width: int) -> Tensor:
+        writer = FrameWriter(head, CPU, selector, self.writer_history)
         for first, length, density in (
             (1000, 300, 0.2),
             (1300, 70_000, 0.001),
@@ -116,7 +116,7 @@ class Case:
                 new.dtype
             )
             positions = torch.from_numpy(np.flatnonzero(where).astype(np.int32))
-            relative = chooser.relative(width)
+            relative = selector.relative(width)
             values = (
                 torch_codecs.distances(known[positions.long()], new[positions.long()])
                 if relative
@@ -287,15 +287,15 @@ def manifest_with_other_json(rng: Random) -> str:
 def descriptions() -> list[bytes]:
     layout = Layout.from_tensors({"w": torch.zeros(3, 2), "b": torch.zeros(2, dtype=torch.bfloat16)})
     return [
-        describe(torch.nn.Linear(2, 3), None, Options(), "cpu:gloo").data,
+        describe(torch.nn.Linear(2, 3), None, ChannelOptions(), "cpu:gloo").data,
         describe(
             torch.nn.Linear(2, 3),
             None,
-            Options(sources=(2, 0), wire_dtype=torch.bfloat16, anchor_interval=7),
+            ChannelOptions(sources=(2, 0), wire_dtype=torch.bfloat16, anchor_interval=7),
             "cpu:gloo",
         ).data,
         describe(
-            layout, Layout.from_tensors({"w": torch.zeros(3, 2)}), Options(wire_dtype="receiver"), "cpu:gloo"
+            layout, Layout.from_tensors({"w": torch.zeros(3, 2)}), ChannelOptions(wire_dtype="receiver"), "cpu:gloo"
         ).data,
     ]
 
@@ -354,13 +354,13 @@ def a_table(rng: Random) -> tuple[list[ControlRow], list[int], list[int]]:
     receivers = [rank for rank in range(ranks) if rank not in sources or rng.random() < 0.2]
     rows = []
     for rank in range(ranks):
-        row = ControlRow(proposal=rng.randrange(1, 1 << 62), newest=version)
+        row = ControlRow(proposed_lineage=rng.randrange(1, 1 << 62), newest=version)
         if rank in sources:
             full = int(version == NONE)
-            row = replace(row, is_source=1, source_version=version, source_stream=5, full=full, reason=full)
+            row = replace(row, is_source=1, source_version=version, source_lineage=5, full=full, reason=full)
         if rank in receivers:
             at, why = rng.choice([(version, 0), (version, 0), (NONE, 1), (3, 0)])
-            row = replace(row, is_receiver=1, receiver_version=at, receiver_stream=5, seed_reason=why)
+            row = replace(row, is_receiver=1, receiver_version=at, receiver_lineage=5, seed_reason=why)
         rows.append(row)
     return rows, sources, receivers
 
@@ -368,7 +368,7 @@ def a_table(rng: Random) -> tuple[list[ControlRow], list[int], list[int]]:
 def control_rows(rng: Random) -> str:
     rows, sources, receivers = a_table(rng)
     route = SimpleNamespace(
-        most={source: [800, 800] for source in sources}, chunks={source: [0, 0] for source in sources}
+        max_bytes={source: [800, 800] for source in sources}, chunks={source: [0, 0] for source in sources}
     )
     table = np.stack([row.pack([8, 800] if row.is_source else [], 5) for row in rows])
     for _ in range(rng.choice([0, 1, 1, 2, 4])):
@@ -382,7 +382,7 @@ def control_rows(rng: Random) -> str:
     Sync._check_sizes(sync, sizes)
     assert all(0 <= size <= 800 and size % 8 == 0 for size in sizes.flatten().tolist())
     decision = decide(unpacked, sources[0])
-    version, ranks = held(unpacked)
+    version, ranks = common_version(unpacked)
     assert sorted([*decision.followers, *decision.seeded]) == receivers and set(ranks) <= set(receivers)
     assert (
         version >= NONE
@@ -399,7 +399,7 @@ def rows_of_a_meeting(rng: Random) -> str:
         rows[rng.randrange(3), rng.randrange(3)] = rng.choice([*EXTREMES, 104, 800])
     try:
         _check_rows(rows, [0, 1, 2], [1])
-    except Agreed as agreed:
+    except AgreedError as agreed:
         raise agreed.error from None
     assert 8 <= rows[1, 1] <= 1 << 26 and 0 <= rows[1, 2] <= 1 << 48 and not rows[[0, 2], 1:].any()
     return "read"

@@ -17,8 +17,8 @@ from torch import Tensor
 from dte_dist import DeltaTracker, Payload, reconstruct_against_base
 from dte_dist.change import snapshot as module
 from dte_dist.change.snapshot import Detector
-from dte_dist.codec import Chooser
-from dte_dist.engine.chain import NONE, Chain
+from dte_dist.codec import CodecSelector
+from dte_dist.engine.chain import NONE, VersionState
 from dte_dist.engine.control import OTHER_CHANNEL, WRITTEN
 from dte_dist.report import Phases
 from tests.unit.interrupts import Interrupt, at_every_line
@@ -39,7 +39,7 @@ LATER = {"a": [3, 9, 15, 40, 55], "b": [0, 10]}
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waves of a few changes and ranges of one segment, of a few hundred elements."""
-    monkeypatch.setattr(module, "_WAVE", 2)
+    monkeypatch.setattr(module, "_BATCH_CHANGES", 2)
 
 
 class Line(Pair):
@@ -51,7 +51,7 @@ class Line(Pair):
         super().__init__(
             {name: tensor.clone() for name, tensor in OLD.items()}, bucket_bytes=128, detector=detector
         )
-        self.chooser, self.steps = Chooser(codec), 0
+        self.selector, self.steps = CodecSelector(codec), 0
         self.step()
 
     def step(self) -> None:
@@ -61,17 +61,17 @@ class Line(Pair):
         self.steps += 1
 
     def sends(self, version: int = 2) -> None:
-        self.source.prepare(version, False, Phases(), self.detector, chooser=self.chooser)
+        self.source.prepare(version, False, Phases(), self.detector, selector=self.selector)
 
     def follows(self) -> str:
         """Sync as the next call would; only what both sides say of themselves counts."""
         self.source.rollback()
         full, newest = (
-            self.source.chain.version == NONE,
-            max(self.source.chain.newest, self.receiver.chain.newest, 1),
+            self.source.state.version == NONE,
+            max(self.source.state.newest, self.receiver.state.newest, 1),
         )
         self.receiver.begin()
-        ours, theirs = self.source.chain, self.receiver.chain
+        ours, theirs = self.source.state, self.receiver.state
         if full:
             self.source.prepare(newest + 1, True, Phases())
         else:
@@ -79,7 +79,7 @@ class Line(Pair):
         if (
             not full
             and theirs.version == ours.version
-            and theirs.stream == ours.stream
+            and theirs.lineage == ours.lineage
             and not theirs.seed_reason
         ):
             for chunk, frame in zip(self.chunks, self.source.frames(), strict=True):
@@ -87,8 +87,8 @@ class Line(Pair):
                     self.receiver.take(frame, self.head(chunk, version=newest + 1))
             assert self.receiver.error is None
             self.receiver.apply()
-            self.receiver.commit(newest + 1, ours.stream)
-            self.source.commit(newest + 1, ours.stream, full=False)
+            self.receiver.commit(newest + 1, ours.lineage)
+            self.source.commit(newest + 1, ours.lineage, full=False)
             return "delta"
         if not full:
             self.source.detach()
@@ -249,7 +249,7 @@ RECEIVERS = {each.__name__: each for each in (begin, take, look, apply, commit, 
 
 def holds(pair: Line, version: int, tensors: dict[str, Tensor]) -> bool:
     """Whether a receiver that says that it holds a version has its bits."""
-    return pair.receiver.chain.version != version or same_bits(tensors, pair.copy)
+    return pair.receiver.state.version != version or same_bits(tensors, pair.copy)
 
 
 @pytest.mark.parametrize("what", RECEIVERS.values(), ids=RECEIVERS)
@@ -265,9 +265,9 @@ def test_an_interrupted_receiver_never_has_a_version_with_other_bits(
 
     for where, pair in every_line(start):
         assert holds(pair, 1, OLD) and holds(pair, 2, pair.trained), where
-        versions.add(pair.receiver.chain.version)
+        versions.add(pair.receiver.state.version)
         if (
-            pair.receiver.chain.version == 2 and len(versions) % 2
+            pair.receiver.state.version == 2 and len(versions) % 2
         ):  # the source may have come to know of it, or not
             pair.source.commit(2, STREAM, full=False)
         pair.follows()
@@ -287,7 +287,7 @@ def test_an_interrupted_receiver_of_a_seed_has_no_version_or_all_of_it() -> None
         def seed() -> None:
             pair.receiver.begin()
             for chunk, frame in zip(pair.chunks, frames, strict=True):
-                pair.receiver.take(frame, pair.head(chunk, base=NONE, version=2, stream=STREAM))
+                pair.receiver.take(frame, pair.head(chunk, base=NONE, version=2, lineage=STREAM))
             pair.receiver.check_own()
             pair.receiver.commit(2, STREAM, full=True)
 
@@ -295,7 +295,7 @@ def test_an_interrupted_receiver_of_a_seed_has_no_version_or_all_of_it() -> None
 
     for where, pair in every_line(start):
         assert holds(pair, 1, OLD) and holds(pair, 2, pair.trained), where
-        versions.add(pair.receiver.chain.version)
+        versions.add(pair.receiver.state.version)
         pair.follows()
         assert pair.is_right(), where
     assert versions == {1, NONE, 2}
@@ -419,37 +419,37 @@ def test_an_interrupted_commit_of_a_tracker_is_made_good_whether_or_not_the_payl
 
 
 def of_chain(
-    call: Callable[[Chain], object], version: int = 3
-) -> Callable[[], tuple[Chain, Callable[[], object]]]:
-    def start() -> tuple[Chain, Callable[[], object]]:
-        chain = Chain(version=version, stream=7, deltas=2, newest=3)
-        return chain, lambda: call(chain)
+    call: Callable[[VersionState], object], version: int = 3
+) -> Callable[[], tuple[VersionState, Callable[[], object]]]:
+    def start() -> tuple[VersionState, Callable[[], object]]:
+        state = VersionState(version=version, lineage=7, deltas=2, newest=3)
+        return state, lambda: call(state)
 
     return start
 
 
 def test_an_interrupted_move_is_made_or_leaves_no_version() -> None:
     found = set()
-    for _, chain in every_line(of_chain(lambda chain: chain.move(4, 9, full=False))):
-        found.add((chain.version, chain.stream))
+    for _, state in every_line(of_chain(lambda state: state.advance_to(4, 9, full=False))):
+        found.add((state.version, state.lineage))
     assert {version for version, _ in found} == {3, NONE}, "the version comes last"
     assert (3, 7) in found and (3, 9) not in found
 
 
 def test_an_interrupted_forget_or_distrust_leaves_no_version_or_what_there_was() -> None:
-    for _, chain in every_line(of_chain(Chain.forget)):
-        assert chain.version == NONE or (chain.version, chain.stream, chain.newest, chain.seed_reason) == (
+    for _, state in every_line(of_chain(VersionState.reset)):
+        assert state.version == NONE or (state.version, state.lineage, state.newest, state.seed_reason) == (
             3,
             7,
             3,
             0,
         )
     seen = set()
-    for _, chain in every_line(of_chain(lambda chain: chain.distrust(WRITTEN))):
-        seen.add((chain.version, chain.seed_reason))
+    for _, state in every_line(of_chain(lambda state: state.invalidate(WRITTEN))):
+        seen.add((state.version, state.seed_reason))
     assert seen == {(3, 0), (NONE, 0)}, "a reason without the seed would be of no use"
-    for _, chain in every_line(of_chain(lambda chain: chain.distrust(OTHER_CHANNEL), NONE)):
-        assert chain.version == NONE
+    for _, state in every_line(of_chain(lambda state: state.invalidate(OTHER_CHANNEL), NONE)):
+        assert state.version == NONE
 
 
 def test_the_interrupts_of_these_tests_are_such_as_a_signal_handler_raises() -> None:

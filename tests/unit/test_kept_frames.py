@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.plan.schedule import Parcel
+from dte_dist.plan.schedule import FrameSlot
 from dte_dist.report import Phases
 from dte_dist.transport import relay
 from dte_dist.transport.buffers import Buffers, Frame
-from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.exchange import PairwiseExchange
+from dte_dist.transport.relay import BucketedBroadcast
 
 Posts = dict[tuple[int, int], deque[Tensor]]
 Taken = list[tuple[int, int, Tensor, Tensor]]
@@ -65,7 +65,7 @@ class Wire:
 
         return Later(happen)
 
-    def swap(self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None) -> tuple[Later | None, Later | None]:
+    def send_recv(self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None) -> tuple[Later | None, Later | None]:
         return self.send(*outgoing) if outgoing else None, self.receive(*incoming) if incoming else None
 
 
@@ -105,11 +105,11 @@ def relayed(targets: Sequence[int], members: Sequence[int], sizes: dict[int, lis
     taken: dict[int, Taken] = {rank: [] for rank in targets}
     for rank in (1, 0, 2, 3):  # a source first, then the root, then receivers as they stand in the chain
         gather = Wire(rank, [0, 1], posts) if rank in (0, 1) and len(sizes) > 1 else None
-        stream = Wire(rank, members, posts) if rank in members else None
-        route = Relay(gather, stream, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
+        lineage = Wire(rank, members, posts) if rank in members else None
+        route = BucketedBroadcast(gather, lineage, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
         frames = [as_sent(frame_of(rank, number, size), late) for number, size in enumerate(sizes.get(rank, []))]
 
-        def take(parcel: Parcel, frame: Tensor, rank: int = rank) -> None:
+        def take(parcel: FrameSlot, frame: Tensor, rank: int = rank) -> None:
             taken[rank].append((parcel.source, parcel.chunk, frame, frame.clone()))
 
         route.move(sizes, frames, targets, take if rank in targets else None, Phases(), keep=keep)
@@ -142,10 +142,10 @@ def test_a_rank_that_is_alone_takes_its_own_frames(keep: bool) -> None:
     frames = {(0, number): frame_of(0, number, size) for number, size in enumerate(SIZES[0]) if size}
     own = [frames.get((0, number), torch.empty(0, dtype=torch.uint8)) for number in range(len(SIZES[0]))]
 
-    def take(parcel: Parcel, frame: Tensor) -> None:
+    def take(parcel: FrameSlot, frame: Tensor) -> None:
         taken.append((parcel.source, parcel.chunk, frame, frame.clone()))
 
-    Relay(None, None, rank=0, root=0, bucket_bytes=100).move({0: SIZES[0]}, own, [0], take, Phases(), keep=keep)
+    BucketedBroadcast(None, None, rank=0, root=0, bucket_bytes=100).move({0: SIZES[0]}, own, [0], take, Phases(), keep=keep)
     check(taken, frames, keep)
     assert memories(taken) > 4 if keep else memories(taken) == 2
 
@@ -154,13 +154,13 @@ def test_a_rank_that_is_alone_takes_its_own_frames(keep: bool) -> None:
 def test_what_was_kept_outlives_the_next_delta(keep: bool) -> None:
     """A receiver forgets what is staged when all have voted, which may be after another call has begun to collect."""
     posts: Posts = defaultdict(deque)
-    lead, follow = (Relay(None, Wire(rank, [0, 1], posts), rank=rank, root=0, bucket_bytes=1000) for rank in (0, 1))  # type: ignore[arg-type]
+    lead, follow = (BucketedBroadcast(None, Wire(rank, [0, 1], posts), rank=rank, root=0, bucket_bytes=1000) for rank in (0, 1))  # type: ignore[arg-type]
     taken: list[tuple[int, Tensor]] = []
     for step in range(4):
         frame = frame_of(0, step, 512)
         lead.move({0: [512]}, [frame], [1], None, Phases(), keep=keep)
 
-        def take(parcel: Parcel, frame: Tensor, step: int = step) -> None:
+        def take(parcel: FrameSlot, frame: Tensor, step: int = step) -> None:
             taken.append((step, frame))
 
         follow.move({0: [512]}, [], [1], take, Phases(), keep=keep)
@@ -180,7 +180,7 @@ def test_frames_between_pairs(late: bool, keep: bool) -> None:
     frames = {(source, to): [frame_of(source, number, size, to) for number, size in enumerate(SIZES[source])] for source, to in pairs}
     for rank in range(3):
         taken: Taken = []
-        exchange = Exchange(Wire(rank, range(3), posts), rank=rank, sources=sources)  # type: ignore[arg-type]
+        exchange = PairwiseExchange(Wire(rank, range(3), posts), rank=rank, sources=sources)  # type: ignore[arg-type]
         outgoing = {to: [(len(f), as_sent(f, late)) for f in frames[rank, to]] for to in targets} if rank in sources else {}
         incoming = {source: SIZES[source] for source in sources} if rank in targets else {}
 

@@ -9,42 +9,42 @@ import torch
 from torch import nn
 
 from dte_dist.collectives import kept
-from dte_dist.engine.source import SourceState
+from dte_dist.engine.source import Source
 from dte_dist.layout import Layout
-from dte_dist.plan.model_map import Holding, ModelMap
-from dte_dist.plan.schedule import Schedule
+from dte_dist.plan.model_map import ModelMap, RankLayout
+from dte_dist.plan.schedule import ChunkPlan
 from dte_dist.report import Phases
 
 
-def source(names: str = "wv", rows: int = 4, *, first: bool = True) -> tuple[SourceState, ModelMap]:
+def source(names: str = "wv", rows: int = 4, *, first: bool = True) -> tuple[Source, ModelMap]:
     """A source that holds the first rows of some tensors; another one holds the rest of their eight rows."""
     parts = [(0, rows), (rows, 8)] if rows < 8 else [(0, 8)]
     layouts = [
         Layout.from_views([(name, torch.ones(end - begin, 3), (8, 3), (begin, 0)) for name in names]) for begin, end in parts
     ]
     whole = Layout.from_tensors({name: torch.zeros(8, 3) for name in names})
-    holdings = {rank: Holding(layout.manifest, (), None) for rank, layout in enumerate(layouts)}
-    model = ModelMap(holdings, {9: Holding(whole.manifest, ())})
+    holdings = {rank: RankLayout(layout.manifest, (), None) for rank, layout in enumerate(layouts)}
+    model = ModelMap(holdings, {9: RankLayout(whole.manifest, ())})
     totals = {rank: {width: space.numel for width, space in spaces.items()} for rank, spaces in model.source_spaces.items()}
-    state = SourceState(layouts[0], model, 0, Schedule(totals, 4096), 7)
+    state = Source(layouts[0], model, 0, ChunkPlan(totals, 4096), 7)
     if first:
         state.prepare(1, True, Phases())
         state.commit(1, 5, full=True)
     return state, model
 
 
-def opened(module: nn.Module, ranks: list[int], **how: object) -> SourceState:
+def opened(module: nn.Module, ranks: list[int], **how: object) -> Source:
     """Open a channel as far as its source goes; return its state."""
     state, model = source(first=False, **how)  # type: ignore[arg-type]
-    kept.take_up_source(module, ranks, state, model)
+    kept.restore_source(module, ranks, state, model)
     kept.release_source(module, state, model)
     return state
 
 
-def left(module: nn.Module, ranks: list[int], **how: object) -> SourceState:
+def left(module: nn.Module, ranks: list[int], **how: object) -> Source:
     """Leave the source of a broken channel behind."""
     state, model = source(**how)  # type: ignore[arg-type]
-    kept.keep_source(module, ranks, state, model)
+    kept.retain_source(module, ranks, state, model)
     return state
 
 
@@ -54,7 +54,7 @@ def test_each_selection_and_each_group_finds_its_own_in_any_order() -> None:
     states = [left(module, ranks, names=names) for ranks, names in how]
     for place in (2, 0, 3, 1):
         ranks, names = how[place]
-        assert opened(module, ranks, names=names).chain is states[place].chain, place
+        assert opened(module, ranks, names=names).state is states[place].state, place
     assert opened(module, [0, 1], names="w").snapshot is None, "each is taken up once"
 
 

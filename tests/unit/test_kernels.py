@@ -304,21 +304,21 @@ def encode_reference(positions: np.ndarray, length: int) -> bytes:
 )  # fmt: skip
 def test_u16(kernel: ModuleType, positions: list[int], length: int) -> None:
     array = np.array(positions, np.int32)
-    stream = kernel.encode_u16(torch.from_numpy(array), length)
-    assert stream.numpy().tobytes() == encode_reference(array, length)
+    lineage = kernel.encode_u16(torch.from_numpy(array), length)
+    assert lineage.numpy().tobytes() == encode_reference(array, length)
     out = torch.full((len(array),), -1, dtype=torch.int32)
-    assert bool(kernel.check_u16(stream, len(array), length))
-    assert bool(kernel.decode_u16(stream, len(array), length, out))
+    assert bool(kernel.check_u16(lineage, len(array), length))
+    assert bool(kernel.decode_u16(lineage, len(array), length, out))
     assert np.array_equal(out.numpy(), array)
 
 
-def damage(stream: np.ndarray, **changes: int) -> np.ndarray:
+def damage(lineage: np.ndarray, **changes: int) -> np.ndarray:
     """Set uint32 `count<i>` or uint16 `offset<i>` of the stream of three blocks."""
-    stream = stream.copy()
+    lineage = lineage.copy()
     for name, value in changes.items():
-        part = stream[:12].view("<u4") if name.startswith("count") else stream[12:].view("<u2")
+        part = lineage[:12].view("<u4") if name.startswith("count") else lineage[12:].view("<u2")
         part[int(name[-1])] = value
-    return stream
+    return lineage
 
 
 @both
@@ -331,10 +331,10 @@ def test_unsound_u16_streams(kernel: ModuleType) -> None:
         damage(sound, offset4=8), damage(sound, count0=0xFFFFFFFF, count1=2, count2=4), sound[:-2], np.concatenate([sound, sound[:2]]),
         sound[:0],
     ]  # fmt: skip
-    for stream in unsound:
+    for lineage in unsound:
         out = torch.zeros(6, dtype=torch.int32)
-        assert not kernel.decode_u16(torch.from_numpy(stream.copy()), 5, 131080, out[:5])
-        assert not kernel.check_u16(torch.from_numpy(stream.copy()), 5, 131080)
+        assert not kernel.decode_u16(torch.from_numpy(lineage.copy()), 5, 131080, out[:5])
+        assert not kernel.check_u16(torch.from_numpy(lineage.copy()), 5, 131080)
         assert out[5] == 0
 
 
@@ -342,14 +342,14 @@ def test_unsound_u16_streams(kernel: ModuleType) -> None:
 @given(st.binary(max_size=64), st.integers(0, 20), st.integers(0, 300_000))
 def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
     """Both modules agree about any bytes, read or only checked, and what they accept is what the encoder would have written."""
-    stream = torch.tensor(list(data), dtype=torch.uint8)
+    lineage = torch.tensor(list(data), dtype=torch.uint8)
     first, second = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
-    sound = cpu.decode_u16(stream, count, length, first)
-    assert bool(torch_ops.decode_u16(stream, count, length, second)) == sound
-    assert cpu.check_u16(stream, count, length) == bool(torch_ops.check_u16(stream, count, length)) == sound
+    sound = cpu.decode_u16(lineage, count, length, first)
+    assert bool(torch_ops.decode_u16(lineage, count, length, second)) == sound
+    assert cpu.check_u16(lineage, count, length) == bool(torch_ops.check_u16(lineage, count, length)) == sound
     if sound:
         assert torch.equal(first, second)
-        assert torch.equal(cpu.encode_u16(first, length), stream)
+        assert torch.equal(cpu.encode_u16(first, length), lineage)
 
 
 def checksum_reference(frame: np.ndarray, skip: int) -> int:

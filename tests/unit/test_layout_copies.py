@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from dte_dist.change.fingerprint import Fingerprint, foreign_writes
+from dte_dist.change.fingerprint import Fingerprint, external_writes
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import Layout, LocalTensors, fsdp1
+from dte_dist.layout import Layout, LiveTensors, fsdp1
 from dte_dist.layout.copies import is_clone, only_here
 
 HELD = torch.zeros(4)
@@ -89,7 +89,7 @@ def test_clones_are_known_by_what_torch_says_of_them():
 def test_a_layout_of_copies_is_refused_every_time_until_somebody_writes():
     layout = Layout.from_tensors({"b": torch.zeros(3), "a": torch.zeros(0), "c": torch.zeros(2)})
     for _ in range(2):
-        with pytest.raises(LayoutMismatch, match=r"nobody holds the tensor but the Layout.*slot 'b'.*got 2 such tensors"):
+        with pytest.raises(LayoutMismatch, match=r"nobody holds the tensor but the Layout.*tensor 'b'.*got 2 such tensors"):
             layout.refuse_copies()
     with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -104,7 +104,7 @@ def test_marked_clones_are_refused_though_somebody_holds_them():
     for name in ("clone", "other"):
         state[name]._has_been_cloned = True
     layout = Layout.from_tensors(state)
-    with pytest.raises(LayoutMismatch, match=r"torch cloned the tensor.*slot 'clone'.*pass the module itself"):
+    with pytest.raises(LayoutMismatch, match=r"torch cloned the tensor.*tensor 'clone'.*pass the module itself"):
         layout.refuse_copies()
     state["other"].add_(1)  # its holder keeps it up to date
     layout.refuse_copies()
@@ -126,7 +126,7 @@ def test_a_flattened_parameter_is_refused_by_name():
     parameter._fsdp_flattened = True
     module = nn.ParameterDict({"w": parameter})
     for build in (lambda: Layout.from_tensors({"w": parameter}), lambda: Layout.from_module(module)):
-        with pytest.raises(LayoutMismatch, match=r"FullyShardedDataParallel flattened the parameter.*slot 'w'"):
+        with pytest.raises(LayoutMismatch, match=r"FullyShardedDataParallel flattened the parameter.*tensor 'w'"):
             build()
 
 
@@ -138,7 +138,7 @@ def test_names_that_torch_lacks_are_told():
 def test_writes_to_other_tensors_over_the_same_memory_are_foreign():
     tensors = [torch.zeros(6), torch.zeros(6)]
     twins = [tensors[1].data, tensors[1].data]  # the same memory, counters of their own
-    local = replace(LocalTensors.of(tensors), twins=[(1, twin) for twin in twins])
+    local = replace(LiveTensors.of(tensors), twins=[(1, twin) for twin in twins])
     own = np.array([0, 1])
     for other in (None, *twins):
         before = Fingerprint.of(local)
@@ -148,15 +148,15 @@ def test_writes_to_other_tensors_over_the_same_memory_are_foreign():
                 written.add_(1)
         now = Fingerprint.of(local, moved=True)
         assert not before.same(now)
-        assert foreign_writes(before, now, own, tensors) == ([] if other is None else [1])
+        assert external_writes(before, now, own, tensors) == ([] if other is None else [1])
 
 
 def test_a_tensor_that_joins_others_is_no_write():
     tensor = torch.zeros(3)
-    alone, joined = LocalTensors.of([tensor]), replace(LocalTensors.of([tensor]), twins=[(0, tensor.data)])
+    alone, joined = LiveTensors.of([tensor]), replace(LiveTensors.of([tensor]), twins=[(0, tensor.data)])
     before, now = Fingerprint.of(alone), Fingerprint.of(joined)
     assert before.same(now)
-    assert foreign_writes(before, now, np.array([0]), [tensor]) == []
+    assert external_writes(before, now, np.array([0]), [tensor]) == []
 
 
 def test_names_that_share_some_regions_only_are_refused():

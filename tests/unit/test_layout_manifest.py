@@ -97,7 +97,7 @@ def test_blocks_follow_from_the_coordinates():
 
 @pytest.mark.parametrize("coordinates", [((2, 0), None), ((0,), None), ((0, 0),), ()])
 def test_coordinates_of_another_model_are_refused(coordinates):
-    with pytest.raises(LayoutMismatch, match="slot 'embed'"):
+    with pytest.raises(LayoutMismatch, match="tensor 'embed'"):
         example().block(0, coordinates)
 
 
@@ -167,7 +167,7 @@ FORGERIES = {
     "none of them, by way of too many": put("geometries", 0, 0, [0, 1 << 40, 1 << 40]),
     "more bytes than can be counted": put("geometries", 0, 0, [1 << 31, 1 << 31]),
     "tensors that are too large together": put("geometries", 0, 0, [1 << 30, 1 << 30]),
-    "half a letter as a name": put("names", 4, "norm\ud800"),
+    "half a inline payload as a name": put("names", 4, "norm\ud800"),
     "a mesh that is not there": put("geometries", 0, 2, 2),
     "cuts without a mesh": put("geometries", 0, 2, None),
     "a cut of a dimension that is not there": put("geometries", 0, 3, 0, 0, 2),

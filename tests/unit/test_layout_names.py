@@ -117,7 +117,7 @@ def test_rename_sees_canonical_names_after_select():
 def test_what_is_not_selected_is_not_looked_at():
     module = nn.ModuleDict({"fine": nn.Linear(1, 1), "meta": nn.Linear(1, 1, device="meta")})
     assert names(Layout.from_module(module, select=["fine.*"])) == ["fine.bias", "fine.weight"]
-    with pytest.raises(LayoutMismatch, match=r"meta device.*slot 'meta.bias'.*materialise"):
+    with pytest.raises(LayoutMismatch, match=r"meta device.*tensor 'meta.bias'.*materialise"):
         Layout.from_module(module)
 
 

@@ -120,7 +120,7 @@ GAPS = [torch.zeros(4, 6)[:, :3], torch.zeros(4, 1).expand(4, 3), torch.zeros(5,
 
 @pytest.mark.parametrize("parameter", GAPS)
 def test_a_parameter_with_gaps_is_refused_by_name(parameter):
-    with pytest.raises(LayoutMismatch, match=r"no array without gaps.*slot 'layer\.weight'.*contiguous"):
+    with pytest.raises(LayoutMismatch, match=r"no array without gaps.*tensor 'layer\.weight'.*contiguous"):
         _refuse_gaps("layer.weight", original_of(parameter, 0, 1))
 
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Cut, Layout, ShardSpec, cut_block
-from dte_dist.layout.sharding import cuts_of
+from dte_dist.layout.sharding import chunking_of
 
 
 class FakeMesh:
@@ -44,7 +44,7 @@ def test_the_order_behind_strided_shards_is_recovered(mesh_shape, data):
     written = DTensorSpec._convert_shard_order_to_StridedShard((entry,), tuple(plain), FakeMesh(mesh_shape))
     size = data.draw(st.integers(0, 30))
     expected = [Cut(0, mesh_dim) for mesh_dim in order]
-    cuts = cuts_of("w", (size,), mesh_shape, written)
+    cuts = chunking_of("w", (size,), mesh_shape, written)
     assert all(cut.split_factor == 1 for cut in cuts)
     for coordinate in product(*map(range, mesh_shape)):
         assert cut_block((size,), mesh_shape, coordinate, cuts) == cut_block((size,), mesh_shape, coordinate, expected)
@@ -62,38 +62,38 @@ def test_the_decoder_agrees_with_that_of_torch(axes):
     mesh_shape, placements = tuple(size for size, _ in axes), tuple(placement for _, placement in axes)
     theirs = DTensorSpec._maybe_convert_StridedShard_to_shard_order(placements, FakeMesh(mesh_shape))
     if theirs is None:  # 7 divides by none of the meshes: what has no order has no meaning either
-        with pytest.raises(LayoutMismatch, match=r"slot 'w'.*redistribute"):
-            cuts_of("w", (7, 7), mesh_shape, placements)
+        with pytest.raises(LayoutMismatch, match=r"tensor 'w'.*redistribute"):
+            chunking_of("w", (7, 7), mesh_shape, placements)
     else:
         expected = [Cut(entry.tensor_dim, mesh_dim) for entry in theirs for mesh_dim in entry.mesh_dims]
-        assert list(cuts_of("w", (7, 7), mesh_shape, placements)) == expected
+        assert list(chunking_of("w", (7, 7), mesh_shape, placements)) == expected
 
 
 def test_an_explicit_shard_order_is_followed():
-    cuts = cuts_of("w", (7, 3), (2, 3), (Shard(0), Shard(0)), shard_order=(ShardOrderEntry(0, (1, 0)),))
+    cuts = chunking_of("w", (7, 3), (2, 3), (Shard(0), Shard(0)), shard_order=(ShardOrderEntry(0, (1, 0)),))
     assert cuts == (Cut(0, 1), Cut(0, 0))
 
 
 def test_negative_dimensions_are_normalised_and_single_coordinates_cut_nothing():
-    assert cuts_of("w", (7, 3), (2, 2), (Shard(-1), Shard(-2))) == (Cut(0, 1), Cut(1, 0))
-    assert cuts_of("w", (7, 3), (1, 2), (_StridedShard(0, split_factor=5), Shard(0))) == (Cut(0, 1),)
+    assert chunking_of("w", (7, 3), (2, 2), (Shard(-1), Shard(-2))) == (Cut(0, 1), Cut(1, 0))
+    assert chunking_of("w", (7, 3), (1, 2), (_StridedShard(0, split_factor=5), Shard(0))) == (Cut(0, 1),)
 
 
 def test_a_split_factor_of_no_order_is_taken_literally_where_it_divides_evenly():
     placements = (_StridedShard(0, split_factor=3), Shard(0))
-    assert cuts_of("w", (12,), (2, 2), placements) == (Cut(0, 0, 3), Cut(0, 1))
+    assert chunking_of("w", (12,), (2, 2), placements) == (Cut(0, 0, 3), Cut(0, 1))
     with pytest.raises(LayoutMismatch, match="divides evenly"):
-        cuts_of("w", (14,), (2, 2), placements)
+        chunking_of("w", (14,), (2, 2), placements)
     with pytest.raises(LayoutMismatch, match="divides evenly"):
-        cuts_of("w", (6,), (2, 2), placements)
+        chunking_of("w", (6,), (2, 2), placements)
 
 
 def test_split_factors_are_taken_literally_where_the_spec_says_so():
     placements = (_StridedShard(0, split_factor=2), Shard(0))
-    assert cuts_of("w", (8,), (2, 2), placements, decode=False) == (Cut(0, 0, 2), Cut(0, 1))
-    assert cuts_of("w", (7,), (2, 2), placements) == (Cut(0, 1), Cut(0, 0))
+    assert chunking_of("w", (8,), (2, 2), placements, decode=False) == (Cut(0, 0, 2), Cut(0, 1))
+    assert chunking_of("w", (7,), (2, 2), placements) == (Cut(0, 1), Cut(0, 0))
     with pytest.raises(LayoutMismatch, match="divides evenly"):
-        cuts_of("w", (7,), (2, 2), placements, decode=False)
+        chunking_of("w", (7,), (2, 2), placements, decode=False)
 
 
 class UnknownShard(Shard):
@@ -113,8 +113,8 @@ class UnknownShard(Shard):
     ],
 )
 def test_what_has_no_layout_is_refused_by_name(placement, text):
-    with pytest.raises(LayoutMismatch, match=rf"{text}.*slot 'layers.0.w'"):
-        cuts_of("layers.0.w", (8, 8), (2,), (placement,))
+    with pytest.raises(LayoutMismatch, match=rf"{text}.*tensor 'layers.0.w'"):
+        chunking_of("layers.0.w", (8, 8), (2,), (placement,))
 
 
 @pytest.mark.parametrize("arguments", [((4,), "cpu", (Shard(0),)), ((4,), None, (Shard(0),))])

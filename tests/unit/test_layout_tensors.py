@@ -144,19 +144,19 @@ def reread(module):
 
 
 CHANGES = {
-    "the same bits as another dtype": (reread, "another dtype.*slot 'embed.weight'.*expected float32; got int32"),
-    "another shape": (lambda m: setattr(m, "scale", nn.Parameter(torch.zeros(2))), "another shape.*slot 'scale'"),
-    "fewer rows of the same storage": (cut_rows, "another shape.*slot 'embed.weight'"),
-    "another dtype": (lambda m: m.to(torch.bfloat16), "another dtype.*slot 'embed.weight'.*expected float32; got bfloat16"),
-    "meta": (lambda m: m.to("meta"), "meta device.*slot 'embed.weight'"),
-    "a parameter set to None": (lambda m: setattr(m, "scale", None), "came or went.*slot 'scale'"),
-    "a parameter that was None": (lambda m: setattr(m, "absent", nn.Parameter(torch.zeros(2))), "came or went.*slot 'absent'"),
-    "a buffer that was None": (lambda m: setattr(m, "unset", torch.zeros(2)), "came or went.*slot 'unset'"),
-    "a parameter deleted": (lambda m: delattr(m, "scale"), "came or went.*slot 'scale'"),
-    "a parameter renamed": (lambda m: (delattr(m, "scale"), setattr(m, "other", nn.Parameter(torch.zeros(())))), "slot 'other'"),
-    "a module added": (lambda m: setattr(m, "new", nn.Linear(1, 1)), "came or went.*slot 'new.bias'"),
-    "a module of another shape": (lambda m: setattr(m, "head", nn.Linear(3, 6, bias=False)), "another shape.*slot 'head.weight'"),
-    "a module taken out": (lambda m: setattr(m, "head", None), "came or went.*slot 'head.weight'"),
+    "the same bits as another dtype": (reread, "another dtype.*tensor 'embed.weight'.*expected float32; got int32"),
+    "another shape": (lambda m: setattr(m, "scale", nn.Parameter(torch.zeros(2))), "another shape.*tensor 'scale'"),
+    "fewer rows of the same storage": (cut_rows, "another shape.*tensor 'embed.weight'"),
+    "another dtype": (lambda m: m.to(torch.bfloat16), "another dtype.*tensor 'embed.weight'.*expected float32; got bfloat16"),
+    "meta": (lambda m: m.to("meta"), "meta device.*tensor 'embed.weight'"),
+    "a parameter set to None": (lambda m: setattr(m, "scale", None), "came or went.*tensor 'scale'"),
+    "a parameter that was None": (lambda m: setattr(m, "absent", nn.Parameter(torch.zeros(2))), "came or went.*tensor 'absent'"),
+    "a buffer that was None": (lambda m: setattr(m, "unset", torch.zeros(2)), "came or went.*tensor 'unset'"),
+    "a parameter deleted": (lambda m: delattr(m, "scale"), "came or went.*tensor 'scale'"),
+    "a parameter renamed": (lambda m: (delattr(m, "scale"), setattr(m, "other", nn.Parameter(torch.zeros(())))), "tensor 'other'"),
+    "a module added": (lambda m: setattr(m, "new", nn.Linear(1, 1)), "came or went.*tensor 'new.bias'"),
+    "a module of another shape": (lambda m: setattr(m, "head", nn.Linear(3, 6, bias=False)), "another shape.*tensor 'head.weight'"),
+    "a module taken out": (lambda m: setattr(m, "head", None), "came or went.*tensor 'head.weight'"),
     "ties broken": (untie, "share storage"),
     "ties broken by a new module": (lambda m: setattr(m, "head", nn.Linear(3, 5, bias=False)), "tied tensors"),
     "a new tie": (lambda m: setattr(m, "nothing", nn.Parameter(torch.zeros(4, 0))), None),
@@ -191,7 +191,7 @@ def test_a_bias_that_comes_while_a_submodule_keeps_its_keys_is_noticed():
     layout = Layout.from_module(module)
     assert len(layout.tensors()) == 3
     module[0].bias = nn.Parameter(torch.zeros(2))
-    with pytest.raises(LayoutMismatch, match=r"came or went.*slot '0\.bias'"):
+    with pytest.raises(LayoutMismatch, match=r"came or went.*tensor '0\.bias'"):
         layout.tensors()
     module[0].bias = None
     assert len(layout.tensors()) == 3
@@ -203,7 +203,7 @@ def test_a_tensor_that_moved_to_another_kind_of_device_is_refused():
     layout._device_types[1] = "cuda"  # as if it had been built there: this machine has one kind only
     layout.tensors()
     module.weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(LayoutMismatch, match=r"kind of device \[slot 'weight'; expected cuda; got cpu\]"):
+    with pytest.raises(LayoutMismatch, match=r"kind of device \[tensor 'weight'; expected cuda; got cpu\]"):
         layout.tensors()
 
 
@@ -259,7 +259,7 @@ def test_tensors_without_bits_of_their_own_are_refused_by_name():
     cases = list(refused())
     assert len(cases) == 10
     for _, tensor, text in cases:
-        with pytest.raises(LayoutMismatch, match=rf"{text}.*slot 'layer.w'.*Way out"):
+        with pytest.raises(LayoutMismatch, match=rf"{text}.*tensor 'layer.w'.*Hint"):
             Layout.from_tensors({"layer.w": tensor})
 
 
@@ -303,7 +303,7 @@ W = torch.zeros(2, 2)
     ],
 )
 def test_regions_that_cannot_be_are_refused_by_name(views, text):
-    with pytest.raises(LayoutMismatch, match=rf"{text}.*slot 'w'"):
+    with pytest.raises(LayoutMismatch, match=rf"{text}.*tensor 'w'"):
         Layout.from_views(views)
 
 
@@ -315,7 +315,7 @@ def test_views_and_shards_of_the_wrong_type_are_value_errors():
 
 
 def test_a_shard_must_have_the_shape_of_its_placement():
-    with pytest.raises(LayoutMismatch, match=r"slot 'w'; expected \(3, 2\); got \(2, 2\)"):
+    with pytest.raises(LayoutMismatch, match=r"tensor 'w'; expected \(3, 2\); got \(2, 2\)"):
         Layout.from_shards([("w", torch.zeros(2, 2), ShardSpec((3, 2), None, ()))])
     with pytest.raises(LayoutMismatch, match="same name: 'w'"):
         Layout.from_shards([("w", W, ShardSpec((2, 2), None, ()))] * 2)

@@ -1,4 +1,4 @@
-"""Letters: what fits, what every rank concludes from the same sizes, and that frames come out as they went in."""
+"""Inline frames: what fits, what every rank concludes from the same sizes, and that frames come out as they went in."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dte_dist.collectives.letters import LETTERS, Letters
+from dte_dist.collectives.letters import INLINE_BYTES, InlineFrames
 
 
 def test_nothing_fits_before_the_first_delta_but_nothing() -> None:
-    letters = Letters(3)
-    assert letters.hold({0: [0, 0], 1: []}) and not letters.hold({0: [8], 1: []})
+    inline = InlineFrames(3)
+    assert inline.holds({0: [0, 0], 1: []}) and not inline.holds({0: [8], 1: []})
 
 
 @pytest.mark.parametrize("sources", [1, 2, 5, 64])
 def test_the_room_of_all_sources_together_is_bounded(sources: int) -> None:
-    letters = Letters(sources)
-    most = LETTERS // sources // 8 * 8
-    letters.learn({0: [most - 8, 8]})
-    assert letters.room == most and letters.hold({0: [most]})
-    letters.learn({0: [most, 8]})
-    assert letters.room == 0
+    inline = InlineFrames(sources)
+    most = INLINE_BYTES // sources // 8 * 8
+    inline.adapt({0: [most - 8, 8]})
+    assert inline.capacity == most and inline.holds({0: [most]})
+    inline.adapt({0: [most, 8]})
+    assert inline.capacity == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 2000).map(lambda n: 8 * n), max_size=5), min_size=1, max_size=4))
 def test_the_next_delta_may_be_half_as_large_again(rows: list[list[int]]) -> None:
-    letters, sizes = Letters(len(rows)), dict(enumerate(rows))
-    letters.learn(sizes)
+    inline, sizes = InlineFrames(len(rows)), dict(enumerate(rows))
+    inline.adapt(sizes)
     largest = max(map(sum, rows))
-    assert letters.room % 8 == 0 and letters.room * len(rows) <= LETTERS
-    assert letters.room == 0 or largest <= letters.room <= 1.5 * largest
-    assert letters.hold(sizes) == (largest <= letters.room)
+    assert inline.capacity % 8 == 0 and inline.capacity * len(rows) <= INLINE_BYTES
+    assert inline.capacity == 0 or largest <= inline.capacity <= 1.5 * largest
+    assert inline.holds(sizes) == (largest <= inline.capacity)
 
 
 @given(st.lists(st.integers(0, 40), max_size=6), st.integers(0, 1000))
@@ -40,16 +40,16 @@ def test_frames_come_out_as_they_went_in(words: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     frames = [torch.randint(0, 256, (8 * count,), dtype=torch.uint8, generator=generator) for count in words]
     sizes = [len(frame) for frame in frames]
-    letters = Letters(1)
-    letters.learn({0: sizes})
-    place = torch.zeros(letters.room, dtype=torch.uint8)
-    letters.write(frames, place)
-    assert all(map(torch.equal, letters.read(place, sizes), frames)) and len(letters.read(place, sizes)) == len(frames)
+    inline = InlineFrames(1)
+    inline.adapt({0: sizes})
+    place = torch.zeros(inline.capacity, dtype=torch.uint8)
+    inline.write(frames, place)
+    assert all(map(torch.equal, inline.read(place, sizes), frames)) and len(inline.read(place, sizes)) == len(frames)
 
 
 def test_frames_that_do_not_fit_are_left_out() -> None:
-    letters = Letters(1)
-    letters.learn({0: [80]})
-    place = torch.zeros(letters.room, dtype=torch.uint8)
-    letters.write([torch.ones(letters.room + 8, dtype=torch.uint8)], place)
+    inline = InlineFrames(1)
+    inline.adapt({0: [80]})
+    place = torch.zeros(inline.capacity, dtype=torch.uint8)
+    inline.write([torch.ones(inline.capacity + 8, dtype=torch.uint8)], place)
     assert not place.any()

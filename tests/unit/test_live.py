@@ -152,9 +152,9 @@ def test_a_snapshot_of_many_cast_tensors(own: torch.dtype) -> None:
     for tensor in tensors:
         tensor.add_(torch.from_numpy(rng.standard_normal(len(tensor)) * 1e-3))
     after = as_torch_casts(tensors, [torch.bfloat16] * len(tensors), 2)
-    found = [(changed.first + changed.positions).tolist() for wave in snapshot.advance(live(), 2, segments) for changed in wave]
+    found = [(changed.first + changed.positions).tolist() for wave in snapshot.diff_and_update(live(), 2, segments) for changed in wave]
     assert [place for places in found for place in places] == (before != after).nonzero().view(-1).tolist()
     assert 0 < sum(map(len, found)) < total // 2
     assert torch.equal(snapshot.bits[2], after)
-    snapshot.undo()
+    snapshot.roll_back()
     assert torch.equal(snapshot.bits[2], before)

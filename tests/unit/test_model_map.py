@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dte_dist.errors import LayoutMismatch
 from dte_dist.kernels.cpu_remap import translate
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
-from dte_dist.plan.model_map import Holding, ModelMap, Slot
-from dte_dist.plan.remap import build_remaps
-from dte_dist.plan.ties import Ties, tied_entries
+from dte_dist.plan.model_map import ModelMap, RankLayout, Slot
+from dte_dist.plan.remap import build_index_maps
+from dte_dist.plan.ties import Aliases, aliased_entries
 from tests.unit.geometry import SHAPES
 
 ROWS = Placement(mesh=0, cuts=(Cut(0, 0),))
@@ -38,12 +38,12 @@ def manifest(*entries, mesh=None, ties=()):
 
 def whole(*entries, ties=(), **options):
     """A rank that holds plain tensors, by name or as entries."""
-    return Holding(manifest(*(each if isinstance(each, Entry) else entry(each) for each in entries), ties=ties), (), **options)
+    return RankLayout(manifest(*(each if isinstance(each, Entry) else entry(each) for each in entries), ties=ties), (), **options)
 
 
 def on_mesh(shared, mesh, **options):
     """By rank, the holdings of all ranks of a mesh."""
-    return {rank: Holding(shared, (at,), **options) for rank, at in enumerate(product(*map(range, mesh)))}
+    return {rank: RankLayout(shared, (at,), **options) for rank, at in enumerate(product(*map(range, mesh)))}
 
 
 def contributed(model):
@@ -62,12 +62,12 @@ def holders(model):
 
 
 def refused(sources, receivers, *words):
-    """Expect a LayoutMismatch whose text has all of these words, then the way out."""
+    """Expect a LayoutMismatch whose text has all of these words, then the hint."""
     with pytest.raises(LayoutMismatch) as caught:
         ModelMap(sources, receivers)
     text = str(caught.value)
     assert all(word in text for word in words), text
-    assert "Way out: " in text
+    assert "Hint: " in text
 
 
 # Slots and spaces
@@ -84,7 +84,7 @@ def test_slots_are_sorted_and_counted():
 
 
 def test_pieces_point_at_the_entries_of_their_own_rank():
-    sources = {0: whole("a", "b", "c"), 2: Holding(manifest(entry("c")), ())}
+    sources = {0: whole("a", "b", "c"), 2: RankLayout(manifest(entry("c")), ())}
     model = ModelMap(sources, {5: whole("c", partial=True), 6: whole("a", "b", "c")})
     assert [(piece.slot, piece.entry) for piece in model.source_spaces[0][2].pieces] == [(0, 0), (1, 1), (2, 2)]
     assert model.source_spaces[2] == {}
@@ -93,7 +93,7 @@ def test_pieces_point_at_the_entries_of_their_own_rank():
 
 def test_receivers_that_are_placed_alike_share_their_spaces():
     shared = manifest(entry("a", placement=ROWS), mesh=(2,))
-    receivers = {rank: Holding(shared, ((rank % 2,),)) for rank in range(1, 5)}
+    receivers = {rank: RankLayout(shared, ((rank % 2,),)) for rank in range(1, 5)}
     spaces = ModelMap({0: whole("a")}, receivers).receiver_spaces
     assert spaces[1] is spaces[3]
     assert spaces[1][2].pieces.block.tolist() != spaces[2][2].pieces.block.tolist()
@@ -145,7 +145,7 @@ def test_parameters_on_different_meshes():
     """Experts on a mesh of four, the rest on a mesh of two of these ranks."""
     shared = Manifest.build([entry("expert", placement=Placement(1, (Cut(0, 0),))), entry("w", placement=ROWS)], [
         MeshSpec((2,), (0, 1)), MeshSpec((4,), (0, 1, 2, 3))])  # fmt: skip
-    sources = {rank: Holding(shared, ((rank,) if rank < 2 else None, (rank,))) for rank in range(4)}
+    sources = {rank: RankLayout(shared, ((rank,) if rank < 2 else None, (rank,))) for rank in range(4)}
     assert holders(ModelMap(sources, {7: whole("expert", "w")})) == {"expert": [0, 1, 2, 3], "w": [0, 1]}
 
 
@@ -182,7 +182,7 @@ def test_every_element_has_one_contributor_and_reaches_every_receiver(data):
             homes = []
             for source in (each[width] for each in model.source_spaces.values() if width in each):
                 positions = torch.arange(source.numel, dtype=torch.int32)
-                homes += [home for remap in build_remaps(source, space) for home in translate(remap, 0, positions, positions)[0].tolist()]
+                homes += [home for index_map in build_index_maps(source, space) for home in translate(index_map, 0, positions, positions)[0].tolist()]
             assert sorted(homes) == list(range(space.numel))
 
 
@@ -206,7 +206,7 @@ def on_meshes(*ranks, cut=True):
     for members in ranks:
         entries = [entry("p"), entry("w", placement=ROWS if cut else REPLICATED)]
         shared = Manifest.build(entries, [MeshSpec((len(members),), tuple(members))])
-        found |= {rank: Holding(shared, ((place,),)) for place, rank in enumerate(members)}
+        found |= {rank: RankLayout(shared, ((place,),)) for place, rank in enumerate(members)}
     return found
 
 
@@ -222,7 +222,7 @@ def test_plain_tensors_on_several_sources_are_contested():
     assert contested({0: whole("v", "w"), 2: whole("w"), 5: whole("v", "w")}, ("v", "w")) == {
         "v": [([0, 5], True)], "w": [([0, 2, 5], True)],
     }  # fmt: skip
-    parts = {rank: Holding(manifest(region("w", (2 * (rank % 2), 0), (2, 6))), ()) for rank in range(4)}
+    parts = {rank: RankLayout(manifest(region("w", (2 * (rank % 2), 0), (2, 6))), ()) for rank in range(4)}
     assert contested(parts) == {"w": [([0, 2], True), ([1, 3], True)]}
 
 
@@ -243,7 +243,7 @@ def test_plain_tensors_of_ranks_that_share_a_mesh_may_differ_as_buffers():
     specs = [MeshSpec((2,), (0, 1)), MeshSpec((2,), (2, 3)), MeshSpec((4,), (0, 1, 2, 3))]
     shared = Manifest.build([entry("p"), entry("w", placement=Placement(2, (Cut(0, 0),)))], specs)
     first, second = {0: (0,), 1: (1,)}, {2: (0,), 3: (1,)}
-    sources = {rank: Holding(shared, (first.get(rank), second.get(rank), (rank,))) for rank in range(4)}
+    sources = {rank: RankLayout(shared, (first.get(rank), second.get(rank), (rank,))) for rank in range(4)}
     assert contested(sources, ("p", "w")) == {"p": [([0, 1, 2, 3], True)]}
     assert contested({**sources, 7: whole("p")}, ("p", "w")) == {"p": [([0, 1, 2, 3, 7], False)]}
 
@@ -252,7 +252,7 @@ def test_equal_meshes_are_one_mesh_whatever_their_number_in_a_manifest():
     here = Manifest.build([entry("w", placement=REPLICATED)], [MeshSpec((2,), (0, 1))])
     meshes = [MeshSpec((2,), (2, 3)), MeshSpec((2,), (0, 1))]
     there = Manifest.build([entry("w", placement=Placement(mesh=1))], meshes)
-    assert contested({0: Holding(here, ((0,),)), 1: Holding(there, (None, (1,)))}) == {}
+    assert contested({0: RankLayout(here, ((0,),)), 1: RankLayout(there, (None, (1,)))}) == {}
 
 
 def test_a_tied_tensor_is_contested_under_any_of_its_names():
@@ -269,40 +269,40 @@ def test_a_part_that_no_source_holds():
     sources = on_mesh(shared, (4,))
     refused(
         {rank: sources[rank] for rank in (0, 1, 3)}, {9: whole("a", "b")},
-        "do not hold the whole tensor", "slot 'a'", "ranks 0, 1, 3", "expected 24 elements", "got 18 elements", "src=",
+        "do not hold the whole tensor", "tensor 'a'", "ranks 0, 1, 3", "expected 24 elements", "got 18 elements", "src=",
     )  # fmt: skip
 
 
 def test_a_slot_of_which_sources_hold_nothing():
-    outside = Holding(manifest(entry("a", placement=ROWS), mesh=(2,)), (None,))
-    refused({0: outside}, {1: whole("a")}, "whole tensor", "slot 'a'", "got 0 elements")
+    outside = RankLayout(manifest(entry("a", placement=ROWS), mesh=(2,)), (None,))
+    refused({0: outside}, {1: whole("a")}, "whole tensor", "tensor 'a'", "got 0 elements")
 
 
 def test_parts_that_overlap():
-    sources = {0: Holding(manifest(region("a", (0, 0), (3, 6))), ()), 2: Holding(manifest(region("a", (2, 0), (2, 6))), ())}
-    refused(sources, {9: whole("a")}, "overlapping parts", "slot 'a'", "ranks 0, 2")
+    sources = {0: RankLayout(manifest(region("a", (0, 0), (3, 6))), ()), 2: RankLayout(manifest(region("a", (2, 0), (2, 6))), ())}
+    refused(sources, {9: whole("a")}, "overlapping parts", "tensor 'a'", "ranks 0, 2")
 
 
 def test_overlap_and_gap_that_add_up():
     """As many elements as the slot has, but not the right ones."""
-    sources = {0: Holding(manifest(region("a", (0, 0), (3, 6))), ()), 2: Holding(manifest(region("a", (2, 0), (1, 6))), ())}
+    sources = {0: RankLayout(manifest(region("a", (0, 0), (3, 6))), ()), 2: RankLayout(manifest(region("a", (2, 0), (1, 6))), ())}
     refused(sources, {9: whole("a")}, "overlapping parts", "ranks 0, 2")
 
 
 def test_a_whole_copy_beside_shards_is_refused():
     sources = on_mesh(manifest(entry("w", placement=ROWS), mesh=(2,)), (2,)) | {2: whole("w")}
-    refused(sources, {9: whole("w")}, "overlapping parts", "slot 'w'", "ranks 0, 2")
+    refused(sources, {9: whole("w")}, "overlapping parts", "tensor 'w'", "ranks 0, 2")
 
 
 def test_the_first_bad_slot_is_named_though_a_like_one_is_good():
     shared = [region("a", (0, 0), (4, 3)), region("b", (0, 0), (4, 3)), region("c", (0, 0), (4, 3))]
-    sources = {0: Holding(manifest(*shared), ()), 1: Holding(manifest(region("a", (0, 3), (4, 3)), region("c", (0, 3), (4, 3))), ())}
-    refused(sources, {9: whole("a", "b", "c")}, "slot 'b'", "ranks 0;", "got 12 elements")
+    sources = {0: RankLayout(manifest(*shared), ()), 1: RankLayout(manifest(region("a", (0, 3), (4, 3)), region("c", (0, 3), (4, 3))), ())}
+    refused(sources, {9: whole("a", "b", "c")}, "tensor 'b'", "ranks 0;", "got 12 elements")
 
 
 def test_blocks_that_tile_one_slot_do_not_tile_a_larger_one():
-    sources = {0: Holding(manifest(region("a", (0, 0), (4, 6)), region("b", (0, 0), (4, 6), full=(8, 6))), ())}
-    refused(sources, {9: whole("a", entry("b", (8, 6)))}, "do not hold the whole", "slot 'b'", "expected 48 elements", "got 24 elements")
+    sources = {0: RankLayout(manifest(region("a", (0, 0), (4, 6)), region("b", (0, 0), (4, 6), full=(8, 6))), ())}
+    refused(sources, {9: whole("a", entry("b", (8, 6)))}, "do not hold the whole", "tensor 'b'", "expected 48 elements", "got 24 elements")
 
 
 # Differences
@@ -310,11 +310,11 @@ def test_blocks_that_tile_one_slot_do_not_tile_a_larger_one():
 
 def test_missing_and_extra_slots():
     source = {0: whole("a", "b", "c")}
-    refused(source, {3: whole("a"), 4: whole("a", "b", "c")}, "lacks a tensor", "(and 1 more)", "slot 'b'", "ranks 3]", "rename=")
+    refused(source, {3: whole("a"), 4: whole("a", "b", "c")}, "lacks a tensor", "(and 1 more)", "tensor 'b'", "ranks 3]", "rename=")
     alike = whole("a", "b")
-    refused(source, {3: alike, 5: alike}, "lacks a tensor that the sources have [", "slot 'c'", "ranks 3, 5")
-    refused(source, {2: whole("a", "b", "c", "d")}, "has a tensor that no source has", "slot 'd'", "ranks 2")
-    refused(source, {2: whole("a", "d", partial=True)}, "has a tensor that no source has", "slot 'd'", "ranks 2")
+    refused(source, {3: alike, 5: alike}, "lacks a tensor that the sources have [", "tensor 'c'", "ranks 3, 5")
+    refused(source, {2: whole("a", "b", "c", "d")}, "has a tensor that no source has", "tensor 'd'", "ranks 2")
+    refused(source, {2: whole("a", "d", partial=True)}, "has a tensor that no source has", "tensor 'd'", "ranks 2")
 
 
 def test_a_partial_receiver_may_lack_slots():
@@ -324,15 +324,15 @@ def test_a_partial_receiver_may_lack_slots():
 
 def test_shapes_and_dtypes_that_differ():
     source = {0: whole(entry("a", (4, 6)))}
-    refused(source, {2: whole(entry("a", (4, 5)))}, "shapes differ", "slot 'a'", "ranks 2", "expected (4, 6)", "got (4, 5)")
+    refused(source, {2: whole(entry("a", (4, 5)))}, "shapes differ", "tensor 'a'", "ranks 2", "expected (4, 6)", "got (4, 5)")
     other = whole(entry("a", dtype="float32"))
-    refused(source, {2: other}, "dtypes differ", "slot 'a'", "ranks 2", "expected bfloat16", "got float32", "wire_dtype=")
+    refused(source, {2: other}, "dtypes differ", "tensor 'a'", "ranks 2", "expected bfloat16", "got float32", "wire_dtype=")
     refused(source, {2: whole("a"), 3: whole(entry("a", dtype="float16"))}, "dtypes differ", "ranks 3", "got float16")
 
 
 def test_sources_that_differ_among_each_other():
     receivers = {9: whole("a")}
-    refused({0: whole("a"), 1: whole(entry("a", (4, 5)))}, receivers, "sources differ", "slot 'a'", "ranks 0, 1", "(4, 6)", "(4, 5)")
+    refused({0: whole("a"), 1: whole(entry("a", (4, 5)))}, receivers, "sources differ", "tensor 'a'", "ranks 0, 1", "(4, 6)", "(4, 5)")
     refused({0: whole("a"), 1: whole(entry("a", dtype="float32"))}, receivers, "sources differ", "ranks 0, 1", "float32", "bfloat16")
 
 
@@ -353,7 +353,7 @@ def test_sources_cast_before_they_compare(wire):
 
 def test_without_a_wire_dtype_sources_send_what_they_hold():
     assert wire_dtypes(None, receiver=MASTERS) == wire_dtypes({}, receiver=MASTERS) == ["float32", "int64", "float32"]
-    refused({0: whole(*MASTERS)}, {1: whole(*SERVED)}, "dtypes differ", "slot 'w'", "expected float32", "got bfloat16", '"receiver"')
+    refused({0: whole(*MASTERS)}, {1: whole(*SERVED)}, "dtypes differ", "tensor 'w'", "expected float32", "got bfloat16", '"receiver"')
 
 
 def test_slots_that_no_receiver_holds_keep_their_dtype():
@@ -362,7 +362,7 @@ def test_slots_that_no_receiver_holds_keep_their_dtype():
 
 def test_receivers_that_disagree_cannot_choose():
     receivers = {2: whole("a"), 3: whole(entry("a", dtype="float32"))}
-    refused({0: whole("a", wire="receiver")}, receivers, "dtypes differ", "slot 'a'", "ranks 2")
+    refused({0: whole("a", wire="receiver")}, receivers, "dtypes differ", "tensor 'a'", "ranks 2")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_receivers_that_disagree_cannot_choose():
 )  # fmt: skip
 def test_casts_that_are_refused(wire, held, wanted):
     sources = {0: whole(entry("a", dtype=held), wire=wire)}
-    refused(sources, {1: whole(entry("a", dtype=wanted))}, "cast is not made", "slot 'a'", "ranks 0", f"expected {held}", f"got {wanted}")
+    refused(sources, {1: whole(entry("a", dtype=wanted))}, "cast is not made", "tensor 'a'", "ranks 0", f"expected {held}", f"got {wanted}")
 
 
 def test_a_cast_to_8_bits_must_be_named():
@@ -398,35 +398,35 @@ def test_tied_on_both_sides():
     source, receiver = model.source_spaces[0][2], model.receiver_spaces[1][2]
     for space in (source, receiver):
         assert [(piece.slot, piece.entry) for piece in space.pieces] == [(0, 0), (1, 2)]
-    assert len(build_remaps(source, receiver)) == 1
+    assert len(build_index_maps(source, receiver)) == 1
 
 
 def test_tied_on_the_source_only():
     model = ModelMap({0: whole("embed", "head", "w", ties=TIED)}, {1: whole("embed", "head", "w"), 2: whole("head", "w")})
     source = model.source_spaces[0][2]
     assert [(piece.slot, piece.entry) for piece in model.receiver_spaces[1][2].pieces] == [(0, 0), (0, 1), (1, 2)]
-    assert len(build_remaps(source, model.receiver_spaces[1][2])) == 2
+    assert len(build_index_maps(source, model.receiver_spaces[1][2])) == 2
     assert [piece.entry for piece in model.receiver_spaces[2][2].pieces] == [0, 1]
 
 
 def test_tied_on_the_receiver_only_is_refused():
     receivers = {1: whole("embed", "head", ties=TIED)}
-    refused({0: whole("embed", "head")}, receivers, "a receiver ties embed and head", "slot 'embed'", "ranks 1", "untie")
+    refused({0: whole("embed", "head")}, receivers, "a receiver ties embed and head", "tensor 'embed'", "ranks 1", "untie")
 
 
 def test_tied_on_one_of_two_sources():
     """Dropping one of the names would lose what the second source holds under it; a source that holds one name loses nothing."""
     ties = whole("embed", "head", ties=TIED)
-    refused({0: ties, 1: whole("embed", "head")}, {2: ties}, "ties embed and head, this one does not", "slot 'embed'", "ranks 1")
+    refused({0: ties, 1: whole("embed", "head")}, {2: ties}, "ties embed and head, this one does not", "tensor 'embed'", "ranks 1")
     assert holders(ModelMap({0: ties, 1: whole("head")}, {2: ties})) == {"embed": [0]}
     rows = manifest(entry("embed", (1, 6), placement=ROWS), entry("head", (1, 6), placement=ROWS), mesh=(2,))
     tied = manifest(*rows.entries, mesh=(2,), ties=TIED)
     served = {2: whole(entry("embed", (1, 6)), entry("head", (1, 6)), ties=TIED)}
-    assert holders(ModelMap({0: Holding(tied, ((0,),)), 1: Holding(rows, ((1,),))}, served)) == {"embed": [0]}  # rank 1 holds no row
+    assert holders(ModelMap({0: RankLayout(tied, ((0,),)), 1: RankLayout(rows, ((1,),))}, served)) == {"embed": [0]}  # rank 1 holds no row
 
 
 def test_ties_chain_over_sources():
-    assert Ties([manifest(ties=[("b", "c")]), manifest(ties=[("a", "c")])]).canonical("b") == "a"
+    assert Aliases([manifest(ties=[("b", "c")]), manifest(ties=[("a", "c")])]).canonical("b") == "a"
     stages = {0: whole("a", "b", ties=[("a", "b")]), 1: whole("b", "c", ties=[("b", "c")])}
     model = ModelMap(stages, {2: whole("a", "b", "c", ties=[("a", "b", "c")])})
     assert holders(model) == {"a": [0]}
@@ -445,19 +445,19 @@ def test_names_are_tied_region_by_region():
     """Names that are tied share all of their memory, so equal regions are one: sent once, written once."""
     regions = [region(name, (row, 0), (2, 6)) for name in ("embed", "head") for row in (0, 2)]
     held = manifest(*regions, ties=TIED)
-    assert tied_entries(held) == [0, 1, 0, 1]
-    assert tied_entries(manifest(entry("a"), entry("b"), entry("c"), entry("d"), ties=[("a", "c", "d")])) == [0, 1, 0, 0]
-    model = ModelMap({0: whole("embed", "head", ties=TIED)}, {1: Holding(held, ())})
+    assert aliased_entries(held) == [0, 1, 0, 1]
+    assert aliased_entries(manifest(entry("a"), entry("b"), entry("c"), entry("d"), ties=[("a", "c", "d")])) == [0, 1, 0, 0]
+    model = ModelMap({0: whole("embed", "head", ties=TIED)}, {1: RankLayout(held, ())})
     assert model.receiver_spaces[1][2].numel == 24
     source, receiver = model.source_spaces[0][2], model.receiver_spaces[1][2]
-    assert [len(remap.begin) for remap in build_remaps(source, receiver)] == [1]
-    model = ModelMap({0: Holding(held, ())}, {1: whole("embed", "head", ties=TIED)})
+    assert [len(index_map.begin) for index_map in build_index_maps(source, receiver)] == [1]
+    model = ModelMap({0: RankLayout(held, ())}, {1: whole("embed", "head", ties=TIED)})
     assert holders(model) == {"embed": [0, 0]}
 
 
 def test_tied_names_with_other_regions_stay_apart():
     rows = [region("embed", (row, 0), (2, 6)) for row in (0, 2)]
-    assert tied_entries(manifest(*rows, region("head", (0, 0), (4, 6)), ties=TIED)) == [0, 1, 2]
+    assert aliased_entries(manifest(*rows, region("head", (0, 0), (4, 6)), ties=TIED)) == [0, 1, 2]
 
 
 # From real layouts
@@ -467,7 +467,7 @@ def test_views_of_a_fused_projection():
     fused = torch.zeros(10, 4)
     views = Layout.from_views([("k", fused[6:8], (4, 4), (2, 0)), ("q", fused[:6], (6, 4), (0, 0)), ("k", fused[8:], (4, 4), (0, 0))])
     source = Layout.from_tensors({"q": torch.zeros(6, 4), "k": torch.zeros(4, 4)})
-    model = ModelMap({0: Holding(source.manifest, ())}, {1: Holding(views.manifest, ())})
+    model = ModelMap({0: RankLayout(source.manifest, ())}, {1: RankLayout(views.manifest, ())})
     space = model.receiver_spaces[1][4]
     found = [(model.slots[piece.slot].name, piece.block.runs[0]) for piece in space.pieces]
     assert found == [("k", ((0, 2),)), ("k", ((2, 2),)), ("q", ((0, 6),))]
@@ -478,7 +478,7 @@ def test_a_module_with_tied_weights():
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     module[1].weight = module[0].weight
     layout = Layout.from_module(module)
-    model = ModelMap({0: Holding(layout.manifest, layout.coordinates)}, {1: Holding(layout.manifest, layout.coordinates)})
+    model = ModelMap({0: RankLayout(layout.manifest, layout.coordinates)}, {1: RankLayout(layout.manifest, layout.coordinates)})
     assert [slot.name for slot in model.slots] == ["0.bias", "0.weight", "1.bias"]
 
 
@@ -499,8 +499,8 @@ def test_a_large_model_is_planned_fast():
     model = ModelMap(sources, receivers)
     middle = time.perf_counter()
     space = model.receiver_spaces[17][2]
-    tables = [build_remaps(spaces[2], space) for spaces in model.source_spaces.values()]
+    tables = [build_index_maps(spaces[2], space) for spaces in model.source_spaces.values()]
     end = time.perf_counter()
-    print(f"20,000 slots x 16 sources x 4 receivers: map {middle - begin:.2f} s, remaps of one receiver {end - middle:.2f} s")
+    print(f"20,000 slots x 16 sources x 4 receivers: map {middle - begin:.2f} s, index maps of one receiver {end - middle:.2f} s")
     assert all(len(layers) == 1 for layers in tables)
     assert end - begin < 30

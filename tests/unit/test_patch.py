@@ -19,7 +19,7 @@ from dte_dist.codec import Segment
 from dte_dist.kernels import cpu, cpu_arrays, cpu_codecs, cpu_remap, threads, torch_codecs, torch_ops, torch_remap
 from dte_dist.layout import Block
 from dte_dist.patch import StagedPatch, Target
-from dte_dist.plan.remap import Remap, build_remaps
+from dte_dist.plan.remap import IndexMap, build_index_maps
 from dte_dist.plan.space import FlatSpace
 from tests.unit.geometry import homes, pairs_of_spaces, whole_space
 from tests.unit.test_remap import content, random_bits, space_of, target_of
@@ -31,7 +31,7 @@ class Kernels(NamedTuple):
     """The modules of one kind of device that `patch` stands for."""
 
     codecs: ModuleType
-    remaps: ModuleType
+    index_maps: ModuleType
     ops: ModuleType
 
 
@@ -51,14 +51,14 @@ def moved(flat: FlatTensors, versions: list[int]) -> list[int]:
     return [index for index, tensor in enumerate(flat.tensors) if tensor._version != versions[index]]
 
 
-def check(kernel: Kernels, remap: Remap, first: int, positions: Tensor, make: Callable[[], FlatTensors], **how: bool) -> FlatTensors:
+def check(kernel: Kernels, index_map: IndexMap, first: int, positions: Tensor, make: Callable[[], FlatTensors], **how: bool) -> FlatTensors:
     """Patch, compare with the two steps, and return what was patched; `how` is relative, packed."""
     mine, theirs, length = make(), make(), int(positions[-1]) + 2 if len(positions) else 1
     values = random_bits(len(positions), mine.width, len(positions))
     before, given = values.clone(), packing(positions, length, how["packed"])
     kept = given[0].clone()
-    kernel.codecs.patch(remap, first, given[0], values, mine, relative=how["relative"], length=given[1])
-    where = kernel.remaps.translate(remap, first, positions, values)
+    kernel.codecs.patch(index_map, first, given[0], values, mine, relative=how["relative"], length=given[1])
+    where = kernel.index_maps.translate(index_map, first, positions, values)
     (kernel.codecs.scatter_add if how["relative"] else kernel.ops.scatter)(theirs, *where)
     assert content(mine) == content(theirs)
     assert moved(mine, [0] * len(mine.tensors)) == moved(theirs, [0] * len(theirs.tensors))
@@ -75,7 +75,7 @@ def check(kernel: Kernels, remap: Remap, first: int, positions: Tensor, make: Ca
 def test_any_geometry(kernel: Kernels, data: st.DataObject) -> None:
     """Against the elements that both spaces hold; positions that the receiver does not hold are passed over."""
     shapes, source, receiver = data.draw(pairs_of_spaces())
-    remaps, places = build_remaps(source, receiver), homes(source, receiver, shapes)
+    index_maps, places = build_index_maps(source, receiver), homes(source, receiver, shapes)
     begin, strided = data.draw(st.integers(0, source.numel)), data.draw(st.booleans())
     size = source.numel - begin
     positions = torch.from_numpy(np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).astype(np.int32))
@@ -88,8 +88,8 @@ def test_any_geometry(kernel: Kernels, data: st.DataObject) -> None:
             for home in places[begin + position]:
                 now = expected[home : home + 1]
                 now.copy_(torch_codecs.add(now, value.view(1)) if relative else value)
-        for remap in remaps:
-            kernel.codecs.patch(remap, begin, at, values, flat, relative=relative, length=length)
+        for index_map in index_maps:
+            kernel.codecs.patch(index_map, begin, at, values, flat, relative=relative, length=length)
         assert content(flat) == expected.tolist()
         touched = {int(np.searchsorted(receiver.starts, home, side="right")) - 1 for p in positions.tolist() for home in places[begin + p]}
         assert {*moved(flat, versions)} == touched
@@ -148,12 +148,12 @@ def tensors_of(receiver: FlatSpace, width: int, kind: str) -> Callable[[], FlatT
 def test_more_positions_than_are_worked_on_together(kernel: Kernels, receiver: str, kind: str, relative: bool, packed: bool) -> None:
     """In parts that begin and end anywhere in an entry, in several entries, in none, and in several tensors."""
     space = space_of(2, *RECEIVERS[receiver])
-    for remap in build_remaps(SOURCE, space):
+    for index_map in build_index_maps(SOURCE, space):
         for width in (2, 1) if relative else (2, 8, 4):
             everywhere = ((0, "all"), (998, "some"), (0, "few"), (1000, "most"), (SOURCE.numel - 4000, "all"))
             for first, density in everywhere[: 2 if kernel.codecs is torch_codecs else 5]:  # plain torch ops work on all of them together
                 positions = spots(DENSITIES[density], first)
-                check(kernel, remap, first, positions, tensors_of(space, width, kind), relative=relative, packed=packed)
+                check(kernel, index_map, first, positions, tensors_of(space, width, kind), relative=relative, packed=packed)
 
 
 @both
@@ -162,10 +162,10 @@ def test_more_positions_than_are_worked_on_together(kernel: Kernels, receiver: s
 @packings
 def test_counts_around_what_is_worked_on_together(kernel: Kernels, width: int, relative: bool, packed: bool) -> None:
     space = space_of(2, *RECEIVERS["another order of rows"])
-    (remap,) = build_remaps(SOURCE, space)
+    (index_map,) = build_index_maps(SOURCE, space)
     for count in (0, 1, 2, 511, 512, 513, 1023, 1024, 1025, 5000):
         positions = spots(0.5, 0)[:count]
-        check(kernel, remap, 0, positions, tensors_of(space, width, "contiguous"), relative=relative, packed=packed)
+        check(kernel, index_map, 0, positions, tensors_of(space, width, "contiguous"), relative=relative, packed=packed)
 
 
 @both
@@ -175,10 +175,10 @@ def test_a_space_of_small_tensors(kernel: Kernels, relative: bool, packed: bool)
     """One entry for all, and every part of the positions meets many tensors, or ends where one does."""
     shapes = [(1 + index % 9,) for index in range(400)] + [(512,), (512,), (0,), (1024,), (3,)]
     space = whole_space(2, *shapes)
-    (remap,) = build_remaps(space, space)
+    (index_map,) = build_index_maps(space, space)
     for step in (1, 2, 13):
         positions = torch.arange(0, space.numel, step, dtype=torch.int32)
-        check(kernel, remap, 0, positions, tensors_of(space, 2, "contiguous"), relative=relative, packed=packed)
+        check(kernel, index_map, 0, positions, tensors_of(space, 2, "contiguous"), relative=relative, packed=packed)
 
 
 @both
@@ -188,12 +188,12 @@ def test_blocks_of_offsets(kernel: Kernels, relative: bool, packed: bool) -> Non
     """Positions in several blocks of 65536: none in some, and parts that begin in one and end in another."""
     length = 6 * 65536
     receiver = space_of(1, (1, Block.rectangle((50,), (length - 99,))))
-    (remap,) = build_remaps(whole_space(1, (100,), (length,)), receiver)
+    (index_map,) = build_index_maps(whole_space(1, (100,), (length,)), receiver)
     for seed in range(4):
         rng = np.random.default_rng(seed)
         some = [65536 * block + rng.choice(65536, n, False) for block, n in enumerate(rng.permutation([0, 1, 511, 513, 3000, 40]))]
         positions = torch.from_numpy(np.sort(np.concatenate(some)).astype(np.int32))
-        check(kernel, remap, 100, positions, tensors_of(receiver, 1, "contiguous"), relative=relative, packed=packed)
+        check(kernel, index_map, 100, positions, tensors_of(receiver, 1, "contiguous"), relative=relative, packed=packed)
 
 
 @pytest.fixture
@@ -220,14 +220,14 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("receiver", list(RECEIVERS))
 def test_several_threads(width: int, relative: bool, packed: bool, receiver: str, parts: list[int]) -> None:
     space = space_of(2, *RECEIVERS[receiver])
-    for remap in build_remaps(SOURCE, space):
+    for index_map in build_index_maps(SOURCE, space):
         for first, density in ((0, "few"), (500, "some"), (3, "all")):
             positions, make = spots(DENSITIES[density], first, 1), tensors_of(space, width, "strided")
             parts.clear()
-            mine = check(CPU, remap, first, positions, make, relative=relative, packed=packed)
+            mine = check(CPU, index_map, first, positions, make, relative=relative, packed=packed)
             assert parts[0] == THREADS
             torch.set_num_threads(1)
-            alone = check(CPU, remap, first, positions, make, relative=relative, packed=packed)
+            alone = check(CPU, index_map, first, positions, make, relative=relative, packed=packed)
             torch.set_num_threads(THREADS)
             assert content(mine) == content(alone)
 
@@ -244,9 +244,9 @@ def test_a_source_beyond_32_bits(kernel: Kernels, relative: bool, packed: bool) 
     source = whole_space(2, (far,), (3000,))
     receiver = space_of(2, (0, Block.rectangle((far - 1000,), (1000,))), (1, Block.whole((3000,))))
     for first in (far - 1500, far - 1000, far - 3, far, far + 2000):
-        for remap in build_remaps(source, receiver):
+        for index_map in build_index_maps(source, receiver):
             positions = torch.arange(0, source.numel - first, 2, dtype=torch.int32)
-            check(kernel, remap, first, positions, tensors_of(receiver, 2, "contiguous"), relative=relative, packed=packed)
+            check(kernel, index_map, first, positions, tensors_of(receiver, 2, "contiguous"), relative=relative, packed=packed)
 
 
 @both
@@ -255,11 +255,11 @@ def test_a_source_beyond_32_bits(kernel: Kernels, relative: bool, packed: bool) 
 def test_tables_that_lead_out_of_the_tensors_are_refused(kernel: Kernels, relative: bool, packed: bool) -> None:
     """Such as those of another model: nothing is written beyond the tensors."""
     space = whole_space(2, (2000,), (50,))
-    (remap,) = build_remaps(space, space)
-    (away,) = build_remaps(space_of(2, (1, Block.whole((50,)))), space)
+    (index_map,) = build_index_maps(space, space)
+    (away,) = build_index_maps(space_of(2, (1, Block.whole((50,)))), space)
     memory = torch.zeros(3000, dtype=torch.int16)
     flat = FlatTensors([memory[1000:1700], memory[1700:1999]], 2)
-    for tables, length in ((remap, 2050), (away, 50)):
+    for tables, length in ((index_map, 2050), (away, 50)):
         positions = torch.arange(length, dtype=torch.int32)
         at, packed_length = packing(positions, length, packed)
         with pytest.raises(IndexError):
@@ -269,7 +269,7 @@ def test_tables_that_lead_out_of_the_tensors_are_refused(kernel: Kernels, relati
 
 def test_wrong_arrays_are_refused() -> None:
     space = whole_space(2, (10,))
-    (remap,) = build_remaps(space, space)
+    (index_map,) = build_index_maps(space, space)
     flat = target_of(space, 1)
     before, positions, values = content(flat), torch.arange(4, dtype=torch.int32), torch.ones(4, dtype=torch.int16)
     for at, new, length in (
@@ -279,11 +279,11 @@ def test_wrong_arrays_are_refused() -> None:
         (cpu.encode_u16(positions, 10), values, 70_000),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"expected >=|do not fit"):
-            cpu_codecs.patch(remap, 0, at, new, flat, relative=False, length=length)
+            cpu_codecs.patch(index_map, 0, at, new, flat, relative=False, length=length)
     assert content(flat) == before
     masters = FlatTensors([torch.zeros(10)], 2).read_as([torch.bfloat16])
     with pytest.raises(ValueError, match="can only be read"):
-        cpu_codecs.patch(remap, 0, positions, values, masters, relative=False)
+        cpu_codecs.patch(index_map, 0, positions, values, masters, relative=False)
 
 
 # Segments ----------------------------------------------------------------------------------------------------------------
@@ -295,17 +295,17 @@ def test_a_packed_segment_is_staged_as_it_is_and_applied_as_any_other(relative: 
     source = whole_space(2, (3000,), (500,))
     twice = space_of(2, (0, Block.whole((3000,))), (0, Block.rectangle((100,), (900,))), (1, Block.whole((500,))))
     positions = torch.arange(1, 3400, 3, dtype=torch.int32)
-    values, stream = random_bits(len(positions), 2, 1), cpu.encode_u16(positions, 3500)
+    values, lineage = random_bits(len(positions), 2, 1), cpu.encode_u16(positions, 3500)
     for receiver in (source, twice):
         known, applied = random_bits(3500, 2, 2), []
         for packed in (False, True):
-            target = Target(target_of(receiver, 5), {0: build_remaps(source, receiver)})
+            target = Target(target_of(receiver, 5), {0: build_index_maps(source, receiver)})
             target.place(0, 0, known)
             before, staged = content(target.flat), StagedPatch()
-            segment = Segment(0, 3500, stream if packed else positions, values, relative, packed)
+            segment = Segment(0, 3500, lineage if packed else positions, values, relative, packed)
             assert torch.equal(segment.unpacked(), positions)
             staged.add(target, 0, segment)
-            assert content(target.flat) == before and (not packed or len(staged.sparse) != 1 or staged.sparse[0][2].positions is stream)
+            assert content(target.flat) == before and (not packed or len(staged.sparse) != 1 or staged.sparse[0][2].positions is lineage)
             staged.apply({2: target})
             applied.append(content(target.flat))
         assert applied[0] == applied[1] != before

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dte_dist.errors import FrameError
-from dte_dist.transport.groups import Membership, Wire
+from dte_dist.transport.groups import Communicator, Membership
 from dte_dist.transport.guard import DamagedRow
 
 MEMBERS = (1, 2, 4)
@@ -25,13 +25,13 @@ Damage = Callable[[dict[int, Tensor], list[dict[int, Tensor]]], Any]
 """What happens to the parts that came to a rank, given those of the exchanges before."""
 
 
-def on_wires(call: Callable[[Wire], Any]) -> list[Any]:
+def on_wires(call: Callable[[Communicator], Any]) -> list[Any]:
     """Call something on every member of one group at a time; return what each returns."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
         ranks = tuple(range(MEMBERS[-1] + 1))
-        wire = Wire(
+        wire = Communicator(
             "control", MEMBERS, Membership(rank, len(ranks), ranks, store, "cpu:gloo", PATIENCE), "gloo"
         )
         try:
@@ -43,16 +43,16 @@ def on_wires(call: Callable[[Wire], Any]) -> list[Any]:
         return list(pool.map(run, MEMBERS))
 
 
-def damaging(wire: Wire, damage: Damage) -> None:
+def damaging(wire: Communicator, damage: Damage) -> None:
     """Let what comes to this rank be damaged."""
-    swap_all, before = wire.swap_all, []
+    swap_all, before = wire.all_gather, []
 
     def swap(parts: Mapping[int, Tensor]) -> None:
         swap_all(parts)
         before.append({rank: part.clone() for rank, part in parts.items()})
         damage(dict(parts), before)
 
-    wire.swap_all = swap  # type: ignore[method-assign]
+    wire.all_gather = swap  # type: ignore[method-assign]
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -66,14 +66,14 @@ def outcome(call: Callable[[], Any]) -> Any:
 def test_rows_and_letters_come_as_they_were_sent_turn_by_turn(words: int) -> None:
     rooms = {1: 24, 2: 0, 4: 8}
 
-    def turns(wire: Wire) -> list[Any]:
+    def turns(wire: Communicator) -> list[Any]:
         seen: list[Any] = []
         for turn in range(3):
             row = np.arange(words) * (-1) ** turn + (wire.rank << 40)
-            table, letters = wire.rows_with_letters(
+            table, letters = wire.all_gather_rows_inline(
                 row, rooms, lambda place, turn=turn: place.fill_(wire.rank + turn)
             )
-            seen += [table, wire.rows(row[::-1]), letters]
+            seen += [table, wire.all_gather_rows(row[::-1]), letters]
         return seen
 
     for seen in on_wires(turns):
@@ -115,15 +115,15 @@ DAMAGE: dict[str, Damage] = {
 def damaged_once(damage: Damage) -> list[Any]:
     """One sound exchange, then one in which what comes to one rank is damaged."""
 
-    def turns(wire: Wire) -> Any:
+    def turns(wire: Communicator) -> Any:
         row = np.array([wire.rank, 1 << 50, -3])
         first: list[Any] = []
         damaging(
             wire,
             lambda parts, before: damage(parts, before) if wire.rank == VICTIM and len(before) > 1 else None,
         )
-        first = wire.rows(row).tolist()
-        return first, outcome(lambda: wire.rows(row).tolist())
+        first = wire.all_gather_rows(row).tolist()
+        return first, outcome(lambda: wire.all_gather_rows(row).tolist())
 
     return on_wires(turns)
 
@@ -150,11 +150,11 @@ def test_every_flipped_bit_of_a_row_and_of_its_guard_is_noticed() -> None:
     """All 256 of a row of three words, one after the other on one group: the exchange does not suffer."""
     size = 8 * 32
 
-    def turns(wire: Wire) -> list[bool]:
+    def turns(wire: Communicator) -> list[bool]:
         damaging(
             wire, lambda parts, before: flip(len(before) - 1)(parts, before) if wire.rank == VICTIM else None
         )
-        return [isinstance(outcome(lambda: wire.rows(np.array([wire.rank, 5, 0]))), str) for _ in range(size)]
+        return [isinstance(outcome(lambda: wire.all_gather_rows(np.array([wire.rank, 5, 0]))), str) for _ in range(size)]
 
     assert on_wires(turns) == [[rank == VICTIM] * size for rank in MEMBERS]
 
@@ -162,11 +162,11 @@ def test_every_flipped_bit_of_a_row_and_of_its_guard_is_noticed() -> None:
 def test_letters_are_not_looked_at() -> None:
     """They hold frames, which have checksums of their own: an error in one is told in the vote."""
 
-    def turn(wire: Wire) -> Any:
+    def turn(wire: Communicator) -> Any:
         damaging(
             wire, lambda parts, before: parts[SENDER][-1:].fill_(9 << 56) if wire.rank == VICTIM else None
         )
-        return wire.rows_with_letters(np.array([3]), dict.fromkeys(MEMBERS, 8))[1][SENDER].tolist()
+        return wire.all_gather_rows_inline(np.array([3]), dict.fromkeys(MEMBERS, 8))[1][SENDER].tolist()
 
     assert on_wires(turn) == [[0] * 8, [0] * 7 + [9], [0] * 8]
 
@@ -175,10 +175,10 @@ def test_letters_are_not_looked_at() -> None:
 def test_texts_and_descriptions_are_guarded_too(what: str) -> None:
     data = bytes(range(251))
 
-    def turn(wire: Wire) -> Any:
+    def turn(wire: Communicator) -> Any:
         if what == "text":
             damaging(wire, lambda parts, before: flip(90)(parts, before) if wire.rank == VICTIM else None)
-            return outcome(lambda: wire.texts(data))
+            return outcome(lambda: wire.all_gather_bytes(data))
         broadcast = wire.broadcast
 
         def damaged(tensor: Tensor, root: int) -> Any:
@@ -189,7 +189,7 @@ def test_texts_and_descriptions_are_guarded_too(what: str) -> None:
 
         if wire.rank == VICTIM:
             wire.broadcast = damaged  # type: ignore[method-assign]
-        return outcome(lambda: wire.share(SENDER, data if wire.rank == SENDER else b"", len(data)))
+        return outcome(lambda: wire.broadcast_bytes(SENDER, data if wire.rank == SENDER else b"", len(data)))
 
     found = on_wires(turn)
     good = [data] * 3 if what == "text" else data
@@ -204,8 +204,8 @@ def test_descriptions_of_any_size_are_shared() -> None:
     sizes = [0, 1, 7, 8, 9, 1000]
     data = {size: bytes(number % 256 for number in range(size)) for size in sizes}
 
-    def turn(wire: Wire) -> list[bytes]:
-        return [wire.share(1, data[size] if wire.rank == 1 else b"", size) for size in sizes]
+    def turn(wire: Communicator) -> list[bytes]:
+        return [wire.broadcast_bytes(1, data[size] if wire.rank == 1 else b"", size) for size in sizes]
 
     assert on_wires(turn) == [list(data.values())] * 3
 

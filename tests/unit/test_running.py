@@ -71,7 +71,7 @@ def test_an_error_is_raised_at_every_wait_as_the_same_object() -> None:
 
 
 def joining(*modules: Any) -> threading.Thread:
-    thread = threading.Thread(target=running.join, args=modules)
+    thread = threading.Thread(target=running.wait_for, args=modules)
     thread.start()
     thread.join(0.1)
     return thread
@@ -80,7 +80,7 @@ def joining(*modules: Any) -> threading.Thread:
 @pytest.mark.parametrize("which", [0, 1], ids=["the module it reads", "the module it writes to"])
 def test_who_uses_either_module_of_a_sync_waits_for_it(gate: Gate, which: int) -> None:
     modules = nn.Linear(1, 1), nn.Linear(1, 1)
-    running.note(gate.work, *modules)
+    running.register(gate.work, *modules)
     thread = joining(modules[which], None)
     assert thread.is_alive()
     assert not joining(nn.Linear(1, 1), None).is_alive(), "another module has nothing to wait for"
@@ -91,15 +91,15 @@ def test_who_uses_either_module_of_a_sync_waits_for_it(gate: Gate, which: int) -
 
 def test_one_that_failed_is_waited_for_in_silence() -> None:
     module, gate = nn.Linear(1, 1), Gate(FrameError("cut short"))
-    running.note(gate.work, module, None)
+    running.register(gate.work, module, None)
     gate.open.set()
-    running.join(module)
-    running.join(module)
+    running.wait_for(module)
+    running.wait_for(module)
 
 
 def test_a_sync_keeps_no_module_alive(gate: Gate) -> None:
     module = nn.Linear(1, 1)
-    running.note(gate.work, module)
+    running.register(gate.work, module)
     before = len(running._running)
     del module
     gc.collect()
@@ -108,24 +108,24 @@ def test_a_sync_keeps_no_module_alive(gate: Gate) -> None:
 
 def test_all_are_waited_for_at_most_so_long(gate: Gate) -> None:
     modules = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    running.note(gate.work, *modules)
-    assert not running.finish(0.0) and not running.finish(0.05)
+    running.register(gate.work, *modules)
+    assert not running.wait_all(0.0) and not running.wait_all(0.05)
     gate.open.set()
-    assert running.finish(60)
+    assert running.wait_all(60)
 
 
 @pytest.mark.parametrize("thing", ["copy", 3, [], None, {}], ids=str)
 def test_what_is_no_module_has_no_sync(thing: Any) -> None:
     """A wrong argument is told to all ranks later, so that one rank alone must not fail here."""
-    running.join(thing)
-    running.note(DeltaWork(lambda: REPORT), thing)
-    running.join(thing)
+    running.wait_for(thing)
+    running.register(DeltaWork(lambda: REPORT), thing)
+    running.wait_for(thing)
 
 
 def test_a_sync_that_never_began_is_not_waited_for() -> None:
     """As an interrupt between its making and its start leaves it."""
     module, work = nn.Linear(1, 1), DeltaWork(lambda: REPORT)
-    running.note(work, module)
+    running.register(work, module)
     assert work.ended(0.0) and not work.is_completed()
-    running.join(module)
-    assert running.finish(0.0)
+    running.wait_for(module)
+    assert running.wait_all(0.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dte_dist.plan.schedule import SEGMENT, Chunk, Parcel, Schedule, pack_buckets
+from dte_dist.plan.schedule import SEGMENT, Chunk, ChunkPlan, FrameSlot, pack_buckets
 
 WIDTHS = [1, 2, 4, 8]
 TOTALS = st.dictionaries(st.integers(0, 5), st.dictionaries(st.sampled_from(WIDTHS), st.integers(0, 3000)), min_size=1)
@@ -19,7 +19,7 @@ like = settings(max_examples=150, deadline=None)
 @like
 @given(TOTALS, BUCKETS)
 def test_chunks_tile_every_flat_space(totals, bucket_bytes) -> None:
-    schedule = Schedule(totals, bucket_bytes)
+    schedule = ChunkPlan(totals, bucket_bytes)
     for source, widths in totals.items():
         chunks = schedule.chunks(source)
         assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
@@ -40,19 +40,19 @@ def test_ranks_cut_alike_whatever_order_they_learnt_of_each_other_in(totals, buc
         random.shuffle(items)
         return dict(items)
 
-    one, other = Schedule(totals, bucket_bytes), Schedule(shuffled((s, shuffled(w.items())) for s, w in totals.items()), bucket_bytes)
+    one, other = ChunkPlan(totals, bucket_bytes), ChunkPlan(shuffled((s, shuffled(w.items())) for s, w in totals.items()), bucket_bytes)
     assert one.room == other.room
     assert all(one.chunks(source) == other.chunks(source) for source in totals)
 
 
 def test_sources_that_hold_nothing_have_no_chunks() -> None:
-    schedule = Schedule({0: {}, 1: {4: 0}, 2: {2: 9}}, 64)
+    schedule = ChunkPlan({0: {}, 1: {4: 0}, 2: {2: 9}}, 64)
     assert [len(schedule.chunks(source)) for source in range(3)] == [0, 0, 1]
-    assert Schedule({0: {}, 1: {4: 0}}, 64).room == Schedule({}, 64).room == 0
+    assert ChunkPlan({0: {}, 1: {4: 0}}, 64).room == ChunkPlan({}, 64).room == 0
 
 
 def lengths(widths: dict[int, int], bucket_bytes: int) -> list[int]:
-    return [chunk.length for chunk in Schedule({0: widths}, bucket_bytes).chunks(0)]
+    return [chunk.length for chunk in ChunkPlan({0: widths}, bucket_bytes).chunks(0)]
 
 
 def test_chunks_end_at_whole_words_where_a_bucket_has_room() -> None:
@@ -70,7 +70,7 @@ def test_a_tiny_bucket_makes_no_more_than_2_to_14_chunks(total: int) -> None:
 
 
 def test_a_space_beyond_2_to_31() -> None:
-    chunks = Schedule({0: {1: (3 << 31) + 7}}, 64 << 20).chunks(0)
+    chunks = ChunkPlan({0: {1: (3 << 31) + 7}}, 64 << 20).chunks(0)
     assert (len(chunks), chunks[-1]) == (97, Chunk(96, 1, 3 << 31, 7))
 
 
@@ -109,10 +109,10 @@ def test_buckets_hold_every_frame_once_in_order(sizes, bucket_bytes) -> None:
 
 def test_a_frame_larger_than_a_bucket_has_one_of_its_own() -> None:
     buckets = pack_buckets({4: [10, 100, 10], 7: [10, 10, 0]}, 30)
-    small, large = Parcel(4, 0, 0, 10), Parcel(4, 1, 0, 100)
-    assert buckets == [[small, Parcel(7, 0, 10, 20)], [large], [Parcel(7, 1, 0, 10), Parcel(4, 2, 10, 20)]]
+    small, large = FrameSlot(4, 0, 0, 10), FrameSlot(4, 1, 0, 100)
+    assert buckets == [[small, FrameSlot(7, 0, 10, 20)], [large], [FrameSlot(7, 1, 0, 10), FrameSlot(4, 2, 10, 20)]]
 
 
 def test_sources_with_fewer_chunks_and_syncs_without_frames() -> None:
-    assert pack_buckets({0: [5], 1: [5, 6]}, 64) == [[Parcel(0, 0, 0, 5), Parcel(1, 0, 5, 10), Parcel(1, 1, 10, 16)]]
+    assert pack_buckets({0: [5], 1: [5, 6]}, 64) == [[FrameSlot(0, 0, 0, 5), FrameSlot(1, 0, 5, 10), FrameSlot(1, 1, 10, 16)]]
     assert pack_buckets({}, 64) == pack_buckets({0: []}, 64) == pack_buckets({0: [0, 0], 1: [0, 0]}, 64) == []

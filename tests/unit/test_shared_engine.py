@@ -13,7 +13,7 @@ from torch import Tensor
 from dte_dist import DeltaEngine, FrameError, Layout, LayoutMismatch, LoopbackTransport, Payload, Plan, VersionGap, VersionRestart
 from dte_dist.engine.payload import HEADER, INDEX, MAGIC, VALUE
 from dte_dist.errors import DeltaError
-from dte_dist.plan.model_map import Holding
+from dte_dist.plan.model_map import RankLayout
 from tests.distributed.cases import random_bits, same_bits
 
 View = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
@@ -25,7 +25,7 @@ class Job:
     def __init__(self, senders: list[Any], receivers: list[Any], wire: dict[str, str] | None = None, **options: Any) -> None:
         self.layouts = [each if isinstance(each, Layout) else Layout.from_views(each) for each in (*senders, *receivers)]
         self.senders, self.receivers = range(len(senders)), range(len(senders), len(self.layouts))
-        sources = {rank: Holding(self.layouts[rank].manifest, self.layouts[rank].coordinates, wire) for rank in self.senders}
+        sources = {rank: RankLayout(self.layouts[rank].manifest, self.layouts[rank].coordinates, wire) for rank in self.senders}
         self.plan = Plan.between(sources, {rank: self.layouts[rank] for rank in self.receivers})
         self.transport = LoopbackTransport()
         self.engines = [self.engine(rank, **options) for rank in range(len(self.layouts))]

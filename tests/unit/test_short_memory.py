@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.errors import FrameError, SyncFailed
-from dte_dist.plan.schedule import Parcel
+from dte_dist.plan.schedule import FrameSlot
 from dte_dist.report import Phases
 from dte_dist.transport import relay
 from dte_dist.transport.buffers import Buffers, explain_memory
-from dte_dist.transport.exchange import Exchange
-from dte_dist.transport.relay import Relay
+from dte_dist.transport.exchange import PairwiseExchange
+from dte_dist.transport.relay import BucketedBroadcast
 from tests.unit.test_kept_frames import SIZES, Posts, Taken, Wire, as_sent, check, frame_of
 
 CPU = torch.device("cpu")
@@ -87,8 +87,8 @@ def check_relay(way: str, poor: int, left: int, late: bool, short: Callable[[int
     relays = {}
     for rank in (1, 0, 2, 3, 4):
         gather = Wire(rank, [0, 1], posts) if rank in (0, 1) else None
-        stream = Wire(rank, members, posts) if rank in members else None
-        relays[rank] = Relay(gather, stream, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
+        lineage = Wire(rank, members, posts) if rank in members else None
+        relays[rank] = BucketedBroadcast(gather, lineage, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
         relays[rank].reserve(MOST, receiver=rank in targets)
     allocator = short(poor, left)
     for rank, route in relays.items():
@@ -97,7 +97,7 @@ def check_relay(way: str, poor: int, left: int, late: bool, short: Callable[[int
             as_sent(frame_of(rank, number, size), late) for number, size in enumerate(SIZES.get(rank, []))
         ]
 
-        def take(parcel: Parcel, frame: Tensor, rank: int = rank) -> None:
+        def take(parcel: FrameSlot, frame: Tensor, rank: int = rank) -> None:
             taken[rank].append((parcel.source, parcel.chunk, frame, frame.clone()))
 
         errors[rank] = route.move(
@@ -136,7 +136,7 @@ def test_between_pairs_the_others_get_everything(
         for source, to in pairs
     }
     wires: list[Any] = [Wire(rank, range(3), posts) for rank in range(3)]
-    exchanges = [Exchange(wire, rank=rank, sources=sources) for rank, wire in enumerate(wires)]
+    exchanges = [PairwiseExchange(wire, rank=rank, sources=sources) for rank, wire in enumerate(wires)]
     for rank, exchange in enumerate(exchanges):
         exchange.reserve(MOST, receiver=rank in targets)
     allocator = short(poor, left)
@@ -198,13 +198,13 @@ def reserving(
     """Return a route that has reserved its memory, and what moves dense frames of these sizes on it."""
     targets = [2]
     if kind == "relay":
-        gather, stream = (
+        gather, lineage = (
             Wire(rank, members, posts) if rank in members else None for members in ([0, 1], [0, 2])
         )
-        route: Any = Relay(gather, stream, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
+        route: Any = BucketedBroadcast(gather, lineage, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
         route.reserve(MOST, receiver=rank == 2)
         return route, lambda frames: route.move(sizes, frames, targets, lambda *_: None, Phases())
-    route = Exchange(Wire(rank, range(3), posts), rank=rank, sources=[0, 1])  # type: ignore[arg-type]
+    route = PairwiseExchange(Wire(rank, range(3), posts), rank=rank, sources=[0, 1])  # type: ignore[arg-type]
     route.reserve(MOST, receiver=rank == 2)
     incoming = sizes if rank == 2 else {}
 

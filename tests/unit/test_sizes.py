@@ -16,11 +16,11 @@ from torch import Tensor
 from dte_dist.change.flat import FlatTensors
 from dte_dist.change.live import LiveSpace
 from dte_dist.change.snapshot import Snapshot
-from dte_dist.codec import Chooser
-from dte_dist.engine.chain import Step
-from dte_dist.engine.lanes import RelayLanes
+from dte_dist.codec import CodecSelector
+from dte_dist.engine.chain import SyncStep
+from dte_dist.engine.lanes import BroadcastLanes
 from dte_dist.kernels import torch_codecs
-from dte_dist.plan.schedule import SEGMENT, Schedule
+from dte_dist.plan.schedule import SEGMENT, ChunkPlan
 
 DATA = Path(__file__).parents[1] / "data" / "adamw_steps.npz"
 
@@ -58,15 +58,15 @@ def entropy(before: Tensor, after: Tensor) -> float:
 
 def written(before: Tensor, after: Tensor, codec: str) -> tuple[int, dict[str, int]]:
     """Return the bytes of all frames, and what they were written with."""
-    chunks = Schedule({0: {2: len(before)}}, 16 << 20).chunks(0)
+    chunks = ChunkPlan({0: {2: len(before)}}, 16 << 20).chunks(0)
     known = Snapshot({2: len(before)}, torch.device("cpu"), SEGMENT)
     known.bits[2].copy_(before)
-    outbox = RelayLanes(0, chunks).outbox(Step(1, 2, 3, 4), known, Chooser(codec))
+    builder = BroadcastLanes(0, chunks).builder(SyncStep(1, 2, 3, 4), known, CodecSelector(codec))
     live = LiveSpace(FlatTensors([after], 2), [torch.int16])
-    for wave in known.advance(live, 2, [(chunk.first, chunk.length) for chunk in chunks]):
+    for wave in known.diff_and_update(live, 2, [(chunk.first, chunk.length) for chunk in chunks]):
         for changed in wave:
-            outbox.add(2, changed)
-    return sum(map(len, outbox.close())), dict(outbox.codecs)
+            builder.add(2, changed)
+    return sum(map(len, builder.collect())), dict(builder.codecs)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])

@@ -78,7 +78,7 @@ class Model:
         return {width: self.bits(width).tolist() for width in self.totals}
 
     def advance(self, width: int, spans: Spans | None = None, detector: Detector | None = None) -> Iterator[list[Changed]]:
-        return self.snapshot.advance(self.live(width), width, spans or [(0, self.totals[width])], detector)
+        return self.snapshot.diff_and_update(self.live(width), width, spans or [(0, self.totals[width])], detector)
 
     def take_over(self, detector: Detector | None = None) -> None:
         for width in self.totals:
@@ -108,8 +108,8 @@ class Found(NamedTuple):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments at once and a wave of 40 changes: a few hundred elements make many of both."""
-    monkeypatch.setattr(module, "_RANGE", 2)
-    monkeypatch.setattr(module, "_WAVE", 40)
+    monkeypatch.setattr(module, "_RANGE_SEGMENTS", 2)
+    monkeypatch.setattr(module, "_BATCH_CHANGES", 40)
 
 
 @pytest.fixture(params=KERNELS, ids=["cpu", "torch_ops"])
@@ -159,8 +159,8 @@ def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataO
     width, detector = data.draw(st.sampled_from([1, 2, 4, 8])), data.draw(st.sampled_from([None, None, exact, too_many]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "on", lambda device: kernel)
-        patch.setattr(module, "_RANGE", data.draw(st.sampled_from([1, 2, 8])))
-        patch.setattr(module, "_WAVE", most := data.draw(st.sampled_from([1, 7, 40, 300, 1 << 21])))
+        patch.setattr(module, "_RANGE_SEGMENTS", data.draw(st.sampled_from([1, 2, 8])))
+        patch.setattr(module, "_BATCH_CHANGES", most := data.draw(st.sampled_from([1, 7, 40, 300, 1 << 21])))
         model = Model(
             {width: data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=6))}, data.draw(st.sampled_from([1, 16, 64, 500]))
         )
@@ -180,9 +180,9 @@ def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataO
             check_waves(waves, spans, model.snapshot._segment, most)
         assert [bit for changed in found for bit in changed.old] == before[places].tolist()
         assert [bit for changed in found for bit in changed.new] == live[places].tolist()
-        assert not model.snapshot.torn
-        model.snapshot.undo()
-        assert np.array_equal(model.known(width), before) and not model.snapshot.torn
+        assert not model.snapshot.inconsistent
+        model.snapshot.roll_back()
+        assert np.array_equal(model.known(width), before) and not model.snapshot.inconsistent
         assert np.array_equal(model.bits(width), live)
 
 
@@ -204,7 +204,7 @@ def test_waves_of_the_size_that_there_is(pattern: str) -> None:
             assert np.array_equal(found.new.numpy(), live[found.first : found.first + found.length][here])
     assert np.array_equal(changed, before != live) and np.array_equal(model.known(1), live)
     assert waves == {"everything": 2, "0.3": 1, "tiny": 1}[pattern]
-    model.snapshot.undo()
+    model.snapshot.roll_back()
     assert np.array_equal(model.known(1), before)
 
 
@@ -219,10 +219,10 @@ def test_many_widths_go_back_together(kernel: Any, small: None, pattern: str) ->
         model.change(width, pattern, number)
     model.take_over()
     assert model.everything() == model.lives()
-    model.snapshot.undo()
+    model.snapshot.roll_back()
     assert model.everything() == before
-    model.snapshot.undo()  # there is nothing left to put back
-    assert model.everything() == before and not model.snapshot.torn
+    model.snapshot.roll_back()  # there is nothing left to put back
+    assert model.everything() == before and not model.snapshot.inconsistent
 
 
 def test_after_undo_a_superset_is_found(kernel: Any, small: None) -> None:
@@ -242,7 +242,7 @@ def test_after_undo_a_superset_is_found(kernel: Any, small: None) -> None:
             assert places == np.flatnonzero(before[width] != model.bits(width)).tolist()
             assert [bit for each in found for bit in each.old] == before[width][places].tolist()
             assert attempt < 2 or width != 4 or places[0] >= 20
-        model.snapshot.undo()
+        model.snapshot.roll_back()
         assert model.everything() == {width: bits.tolist() for width, bits in before.items()}
 
 
@@ -251,15 +251,15 @@ def test_what_is_settled_is_not_undone(kernel: Any, small: None) -> None:
     for width in SIZES:
         model.change(width, "0.3", 1)
     model.take_over()
-    model.snapshot.settle()
+    model.snapshot.commit()
     first = model.everything()
-    model.snapshot.undo()
+    model.snapshot.roll_back()
     assert model.everything() == first == model.lives()
     for width in SIZES:
         assert [*model.advance(width)] in ([], [[]])
         model.change(width, "some", 2)
     model.take_over()
-    model.snapshot.undo()
+    model.snapshot.roll_back()
     assert model.everything() == first
 
 
@@ -271,10 +271,10 @@ def test_waves_that_nobody_asked_for_are_not_taken_over(kernel: Any, small: None
     waves = model.advance(4)
     next(waves)
     taken = model.known(4) == model.bits(4)
-    assert taken[:40].all() and not taken[80:].any() and not model.snapshot.torn
+    assert taken[:40].all() and not taken[80:].any() and not model.snapshot.inconsistent
     del waves
-    model.snapshot.undo()
-    assert np.array_equal(model.known(4), before) and not model.snapshot.torn
+    model.snapshot.roll_back()
+    assert np.array_equal(model.known(4), before) and not model.snapshot.inconsistent
 
 
 def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
@@ -283,24 +283,24 @@ def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
     for pattern, most in (("nothing", 0), ("tiny", 20 * 6), ("some", 4200 * 6), ("most", 80_000), ("everything", 80_000)):
         model.change(2, pattern, 3)
         model.take_over()
-        notes = [part for note in model.snapshot._before for part in (note.positions, note.bits) if part is not None]
+        notes = [part for note in model.snapshot._undo_log for part in (note.positions, note.bits) if part is not None]
         assert sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes}.values()) <= most
-        model.snapshot.settle()
-        assert not model.snapshot._before
+        model.snapshot.commit()
+        assert not model.snapshot._undo_log
 
 
 def test_a_range_that_changed_much_costs_the_others_nothing(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One range of a wave is kept whole, the others where they changed; all go back."""
-    monkeypatch.setattr(module, "_RANGE", 1)
+    monkeypatch.setattr(module, "_RANGE_SEGMENTS", 1)
     model = Model({2: [40_000]}, 1000)
     before, bits = model.known(2), model.bits(2)
     bits[3000:4000] ^= 1
     bits[[5, 2999, 4000, 17_000, 39_999]] ^= 1
     model.set(2, bits)
     model.take_over()
-    notes = [part for note in model.snapshot._before for part in (note.positions, note.bits) if part is not None]
+    notes = [part for note in model.snapshot._undo_log for part in (note.positions, note.bits) if part is not None]
     assert sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes}.values()) <= 2000 + 5 * 6
-    model.snapshot.undo()
+    model.snapshot.roll_back()
     assert np.array_equal(model.known(2), before)
 
 
@@ -327,20 +327,20 @@ class Failing:
 
 def heals(model: Model) -> None:
     """The snapshot is of no version, whatever is undone, until all live bits are taken over."""
-    assert model.snapshot.torn
-    model.snapshot.undo()
-    assert model.snapshot.torn
-    model.snapshot.settle()
-    assert model.snapshot.torn
+    assert model.snapshot.inconsistent
+    model.snapshot.roll_back()
+    assert model.snapshot.inconsistent
+    model.snapshot.commit()
+    assert model.snapshot.inconsistent
     model.refresh()
     before = model.everything()
-    assert before == model.lives() and not model.snapshot.torn
+    assert before == model.lives() and not model.snapshot.inconsistent
     for width in model.totals:
         model.change(width, "0.3", 8)
     model.take_over()
     assert model.everything() == model.lives()
-    model.snapshot.undo()
-    assert model.everything() == before and not model.snapshot.torn
+    model.snapshot.roll_back()
+    assert model.everything() == before and not model.snapshot.inconsistent
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["at once", "when it was done"])
@@ -363,7 +363,7 @@ def test_notes_that_cannot_be_made(kernel: Any, small: None, monkeypatch: pytest
     model, empty, made = Model(SIZES), kernels.empty, []
     for width in SIZES:
         model.change(width, pattern, 2)
-        model.snapshot._rooms[width] = module._Room.of(model.totals[width], width, torch.device("cpu"))
+        model.snapshot._scratch[width] = module._ScratchBuffers.of(model.totals[width], width, torch.device("cpu"))
 
     def failing(*args: Any) -> Tensor:
         made.append(args)
@@ -384,10 +384,10 @@ def test_bits_that_cannot_be_put_back(kernel: Any, small: None, at: int) -> None
     for width in SIZES:
         model.change(width, "some", 2)
     model.take_over()
-    assert not model.snapshot.torn
+    assert not model.snapshot.inconsistent
     model.snapshot._kernels = Failing(kernel, "put", at, False)  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone"):
-        model.snapshot.undo()
+        model.snapshot.roll_back()
     model.snapshot._kernels = kernel
     heals(model)
 
@@ -413,8 +413,8 @@ def test_a_refresh_cannot_be_undone(kernel: Any, small: None) -> None:
     for width in SIZES:
         model.change(width, "some", 3)
     model.refresh()
-    model.snapshot.undo()
-    assert model.everything() == model.lives() and not model.snapshot.torn
+    model.snapshot.roll_back()
+    assert model.everything() == model.lives() and not model.snapshot.inconsistent
 
 
 # Interrupts --------------------------------------------------------------------------------------------------------------
@@ -474,15 +474,15 @@ def test_an_interrupt_at_any_line_of_advance(kernel: Any, small: None, pattern: 
     for where in at_every_line(start, FILE):
         snapshot = restart.model.snapshot
         places.add(where.split(":")[1])
-        if snapshot.torn:
+        if snapshot.inconsistent:
             torn += 1
             if torn % 10 == 1:
                 heals(restart.model)
             continue
-        snapshot.undo()
-        assert not snapshot.torn and restart.is_as_before(), where
+        snapshot.roll_back()
+        assert not snapshot.inconsistent and restart.is_as_before(), where
         assert restart.finds_all(), where
-    assert {"advance", "_ranges", "_take_over", "_noted"} <= places and ("_named" in places) == (detector is not None)
+    assert {"diff_and_update", "_ranges", "_update_range", "_record"} <= places and ("_detected" in places) == (detector is not None)
     assert torn
 
 
@@ -494,29 +494,29 @@ def test_an_interrupt_of_who_takes_the_waves_tears_nothing(kernel: Any, small: N
         model = restart()
         waves = [model.advance(width) for width in FEW]
         for _ in islice((wave for each in waves for wave in each), enough):
-            assert not model.snapshot.torn
-        model.snapshot.undo()
-        assert not model.snapshot.torn and restart.is_as_before() and restart.finds_all()
+            assert not model.snapshot.inconsistent
+        model.snapshot.roll_back()
+        assert not model.snapshot.inconsistent and restart.is_as_before() and restart.finds_all()
 
 
 @PATTERN
 def test_an_interrupt_at_any_line_of_undo_settle_or_refresh(kernel: Any, small: None, pattern: str) -> None:
     restart = Restart(pattern, FEW)
-    for where in at_every_line(lambda: restart(True).snapshot.undo, FILE):
-        restart.model.snapshot.undo()
-        assert restart.model.snapshot.torn or (restart.is_as_before() and restart.finds_all()), where
-    for where in at_every_line(lambda: restart(True).snapshot.settle, FILE):
-        assert not restart.model.snapshot.torn and restart.model.everything() == restart.model.lives(), where
-        restart.model.snapshot.undo()
+    for where in at_every_line(lambda: restart(True).snapshot.roll_back, FILE):
+        restart.model.snapshot.roll_back()
+        assert restart.model.snapshot.inconsistent or (restart.is_as_before() and restart.finds_all()), where
+    for where in at_every_line(lambda: restart(True).snapshot.commit, FILE):
+        assert not restart.model.snapshot.inconsistent and restart.model.everything() == restart.model.lives(), where
+        restart.model.snapshot.roll_back()
         assert restart.is_as_before(), where
 
     def start() -> Callable[[], None]:
         return restart().refresh
 
     for where in at_every_line(start, FILE):
-        if not restart.model.snapshot.torn:
+        if not restart.model.snapshot.inconsistent:
             assert restart.is_as_before() or restart.model.everything() == restart.model.lives(), where
-            restart.model.snapshot.undo()
+            restart.model.snapshot.roll_back()
             assert restart.is_as_before() or restart.model.everything() == restart.model.lives(), where
 
 
@@ -539,21 +539,21 @@ def test_an_advance_that_was_left_and_ends_later_does_not_mend_what_broke_since(
     kernel: Any, small: None, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """As one that an interrupt's traceback kept: its end comes at any time, in the middle of another one too."""
-    monkeypatch.setattr(module, "_WAVE", 5)
+    monkeypatch.setattr(module, "_BATCH_CHANGES", 5)
     restart = Restart("some", FEW)
     model = restart()
     left = model.advance(2)
     next(left)
     if how == "of undo":
-        name, at, call = "put", 0, model.snapshot.undo
+        name, at, call = "put", 0, model.snapshot.roll_back
     else:
-        model.snapshot.undo()
+        model.snapshot.roll_back()
         name, at, call = "advance", 1, model.take_over
     model.snapshot._kernels = Failing(kernel, name, at, True)  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone"):
         call()
     model.snapshot._kernels = kernel
-    assert model.snapshot.torn
+    assert model.snapshot.inconsistent
     left.close()
     heals(model)
 
@@ -590,8 +590,8 @@ def test_a_detector_that_fails_leaves_the_snapshot_as_it_was(kernel: Any, small:
         model.change(width, pattern, 2)
     with pytest.raises(ZeroDivisionError if how == "raises" else ValueError):
         model.take_over(failing_at(call, how))
-    model.snapshot.undo()
-    assert model.everything() == before and not model.snapshot.torn
+    model.snapshot.roll_back()
+    assert model.everything() == before and not model.snapshot.inconsistent
     model.take_over()
     assert model.everything() == model.lives()
 
@@ -603,5 +603,5 @@ def test_a_detector_that_names_what_did_not_change(kernel: Any, small: None) -> 
         model.change(width, "tiny", 2)
     found = [Found.of(changed) for wave in model.advance(4, detector=lambda live, known: torch.arange(len(live))) for changed in wave]
     assert all(changed.positions is None for changed in found) and sum(changed.length for changed in found) == model.totals[4]
-    model.snapshot.undo()
+    model.snapshot.roll_back()
     assert model.everything() == before

@@ -13,7 +13,7 @@ from torch import Tensor
 from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import cpu, cpu_arrays, cpu_codecs, cpu_remap, threads
 from dte_dist.layout import Block
-from dte_dist.plan.remap import build_remaps
+from dte_dist.plan.remap import build_index_maps
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
 from tests.unit.test_advance import PATTERNS, changed_from, check, make, space_of
 from tests.unit.test_kernels import FLOATS, bits_of, make_tensors, random_bits, versions
@@ -166,7 +166,7 @@ def test_translation(width: int, receiver: str, parts: list[int]) -> None:
         FlatSpace.of(width, Pieces.of(Piece(0, index, block) for index, block in enumerate(some)))
         for some in ([Block.whole(SHAPE)], blocks)
     )
-    (remap,) = build_remaps(source, target)
+    (index_map,) = build_index_maps(source, target)
     positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(2).random(source.numel) < 0.6).astype(np.int32))
     bits, dense = random_bits(len(positions), width, 3), random_bits(source.numel, width, 4)
 
@@ -174,10 +174,10 @@ def test_translation(width: int, receiver: str, parts: list[int]) -> None:
         tensors = [random_bits(block.numel, width, 9).view(FLOATS[width]).view(block.shape) for block in blocks]
         tensors[0] = tensors[0].mT.contiguous().mT
         flat, fetched, collected = FlatTensors(tensors, width, target.starts), torch.zeros_like(dense), torch.zeros_like(dense)
-        cpu_remap.place(remap, 60, dense[:200], flat)
-        cpu_remap.fetch(remap, 0, fetched, random_bits(target.numel, width, 5))
-        cpu_codecs.collect(remap, 0, collected, flat)
-        translated = cpu_remap.translate(remap, 0, positions, bits)
+        cpu_remap.place(index_map, 60, dense[:200], flat)
+        cpu_remap.fetch(index_map, 0, fetched, random_bits(target.numel, width, 5))
+        cpu_codecs.collect(index_map, 0, collected, flat)
+        translated = cpu_remap.translate(index_map, 0, positions, bits)
         return [*numbers(*translated, fetched, collected), bits_of(tensors, width).tolist(), [version > 0 for version in versions(tensors)]]
 
     assert work() == alone(work)

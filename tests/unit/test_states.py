@@ -18,14 +18,14 @@ from dte_dist.change.snapshot import Detector
 from dte_dist.codec import FrameHead, FrameWriter
 from dte_dist.codec.index import INDEX_CODECS
 from dte_dist.codec.value import VALUE_CODECS
-from dte_dist.engine.chain import NONE, Step
-from dte_dist.engine.receiver import ReceiverState
-from dte_dist.engine.source import SourceState, most_size, seed_size
+from dte_dist.engine.chain import NONE, SyncStep
+from dte_dist.engine.receiver import Receiver
+from dte_dist.engine.source import Source, dense_frame_bytes, max_frame_bytes
 from dte_dist.errors import FrameError, LayoutMismatch, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.kernels import cpu
 from dte_dist.layout import Layout
-from dte_dist.plan.model_map import Holding, ModelMap, WireTypes
-from dte_dist.plan.schedule import SEGMENT, Chunk, Schedule
+from dte_dist.plan.model_map import ModelMap, RankLayout, WireTypes
+from dte_dist.plan.schedule import SEGMENT, Chunk, ChunkPlan
 from dte_dist.report import Phases
 from tests.unit.test_snapshot import Failing
 
@@ -52,12 +52,12 @@ class Pair:
         self.trained = trained
         self.copy = {name: torch.zeros_like(tensor) for name, tensor in trained.items()} if copy is None else copy
         self.layouts = Layout.from_tensors(self.trained), Layout.from_tensors(self.copy)
-        ours, theirs = (Holding(layout.manifest, layout.coordinates) for layout in self.layouts)
+        ours, theirs = (RankLayout(layout.manifest, layout.coordinates) for layout in self.layouts)
         self.model = ModelMap({0: replace(ours, wire=wire)}, {1: theirs})
         totals = {width: space.numel for width, space in self.model.source_spaces[0].items()}
-        self.schedule = Schedule({0: totals}, bucket_bytes)
-        self.source = SourceState(self.layouts[0], self.model, 0, self.schedule, SCHEMA)
-        self.receiver = ReceiverState(self.layouts[1], self.model, 1)
+        self.schedule = ChunkPlan({0: totals}, bucket_bytes)
+        self.source = Source(self.layouts[0], self.model, 0, self.schedule, SCHEMA)
+        self.receiver = Receiver(self.layouts[1], self.model, 1)
         self.detector = detector
         if seed:
             self.seed()
@@ -68,40 +68,40 @@ class Pair:
 
     def head(self, chunk: Chunk, *, source: int = 0, seed: bool | None = None, **step: int) -> FrameHead:
         """What the receiver expects a frame to say: the next version after its own, unless told otherwise."""
-        at = self.receiver.chain
-        known = {"schema": SCHEMA, "stream": at.stream, "base": at.version, "version": at.version + 1, **step}
-        head = Step(**known).head(source, len(self.chunks), chunk)
+        at = self.receiver.state
+        known = {"schema": SCHEMA, "lineage": at.lineage, "base": at.version, "version": at.version + 1, **step}
+        head = SyncStep(**known).frame_head(source, len(self.chunks), chunk)
         return head if seed is None else replace(head, seed=seed)
 
-    def seed(self, version: int = 1, stream: int = STREAM, tamper: Tamper | None = None) -> None:
+    def seed(self, version: int = 1, lineage: int = STREAM, tamper: Tamper | None = None) -> None:
         self.source.prepare(version, True, Phases())
-        self.place(version, stream, tamper)
+        self.place(version, lineage, tamper)
 
-    def place(self, version: int, stream: int = STREAM, tamper: Tamper | None = None) -> None:
+    def place(self, version: int, lineage: int = STREAM, tamper: Tamper | None = None) -> None:
         """Send the snapshot as it is."""
-        frames = self.seed_frames(version, stream)
+        frames = self.seed_frames(version, lineage)
         self.receiver.begin()
         for chunk, frame in zip(self.chunks, tamper(frames) if tamper else frames, strict=True):
-            self.receiver.take(frame, self.head(chunk, base=NONE, version=version, stream=stream))
+            self.receiver.take(frame, self.head(chunk, base=NONE, version=version, lineage=lineage))
         error = self.source.error or self.receiver.error
         if error is not None:
             self.rollback()
             raise error
-        self.receiver.commit(version, stream)
-        self.source.commit(version, stream, full=True)
+        self.receiver.commit(version, lineage)
+        self.source.commit(version, lineage, full=True)
 
-    def seed_frames(self, version: int, stream: int = STREAM) -> list[Tensor]:
+    def seed_frames(self, version: int, lineage: int = STREAM) -> list[Tensor]:
         """Let the source write its dense frames into buffers of the sizes that all ranks know."""
-        buffers = [torch.empty(seed_size(chunk), dtype=torch.uint8) for chunk in self.chunks]
-        for write, buffer in zip(self.source.seed_frames(Step(SCHEMA, stream, NONE, version)), buffers, strict=True):
+        buffers = [torch.empty(dense_frame_bytes(chunk), dtype=torch.uint8) for chunk in self.chunks]
+        for write, buffer in zip(self.source.seed_frames(SyncStep(SCHEMA, lineage, NONE, version)), buffers, strict=True):
             write(buffer)
         return buffers
 
     def prepare(self) -> list[Tensor]:
         """Return all frames of the next delta."""
-        self.source.prepare(self.source.chain.version + 1, False, Phases(), self.detector)
+        self.source.prepare(self.source.state.version + 1, False, Phases(), self.detector)
         frames = self.source.frames()
-        assert all(len(frame) <= most_size(chunk) for frame, chunk in zip(frames, self.chunks, strict=True))
+        assert all(len(frame) <= max_frame_bytes(chunk) for frame, chunk in zip(frames, self.chunks, strict=True))
         return frames
 
     def deliver(self, frames: list[Tensor], **expected: int) -> Exception | None:
@@ -117,10 +117,10 @@ class Pair:
         self.receiver.rollback()
 
     def commit(self) -> None:
-        version, stream = self.source.chain.version + 1, self.source.chain.stream
+        version, lineage = self.source.state.version + 1, self.source.state.lineage
         self.receiver.apply()
-        self.receiver.commit(version, stream)
-        self.source.commit(version, stream, full=False)
+        self.receiver.commit(version, lineage)
+        self.source.commit(version, lineage, full=False)
 
     def sync(self, tamper: Tamper | None = None) -> int:
         """Run a whole delta and return how many elements it sent."""
@@ -149,14 +149,14 @@ def test_a_seed_and_deltas_keep_the_copy_bit_equal() -> None:
         pair.trained["w0"][step :: 7 + step] += 1.0
         assert pair.sync() == len(range(step, 300, 7 + step))
         assert same_bits(pair.trained, pair.copy)
-        assert pair.source.chain.version == pair.receiver.chain.version == step + 2
+        assert pair.source.state.version == pair.receiver.state.version == step + 2
 
 
 def test_nothing_changed_sends_no_frame_and_moves_the_version_on_both_sides() -> None:
     pair = Pair(weights(100))
     assert [len(frame) for frame in pair.prepare()] == [0] and pair.source.changed == 0
     pair.commit()
-    assert pair.source.chain.version == pair.receiver.chain.version == 2
+    assert pair.source.state.version == pair.receiver.state.version == 2
 
 
 def test_only_the_tensor_that_changed_is_in_a_frame() -> None:
@@ -172,7 +172,7 @@ def test_after_a_rollback_nothing_has_moved_and_the_next_delta_is_a_superset() -
     assert pair.deliver(pair.prepare()) is None and pair.source.changed == 10
     pair.rollback()
     assert bits(pair.copy["w0"]) == before and bits(pair.source.snapshot.bits[4]) == known
-    assert pair.source.chain.version == pair.receiver.chain.version == 1
+    assert pair.source.state.version == pair.receiver.state.version == 1
     pair.trained["w0"][50] += 1
     assert pair.sync() == 11 and same_bits(pair.trained, pair.copy)
 
@@ -236,7 +236,7 @@ def test_frame_two_of_three_damaged_leaves_the_old_version_whole(damage: Tamper,
     with pytest.raises(kind) as caught:
         pair.sync(damage)
     assert type(caught.value) is kind
-    assert bits(pair.copy["w0"]) == before and pair.receiver.chain.version == pair.source.chain.version == 1
+    assert bits(pair.copy["w0"]) == before and pair.receiver.state.version == pair.source.state.version == 1
     assert pair.sync() == 192 and same_bits(pair.trained, pair.copy)
 
 
@@ -253,9 +253,9 @@ def test_a_seed_damaged_midway_leaves_a_receiver_without_a_version_until_it_is_s
     pair.trained["w0"].neg_()
     with pytest.raises(FrameError):
         pair.seed(2, tamper=lambda frames: [frames[0], flip(frames[1], -8), frames[2]])
-    assert pair.receiver.chain.version == NONE and pair.source.chain.version == NONE
+    assert pair.receiver.state.version == NONE and pair.source.state.version == NONE
     pair.seed(3)
-    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == 3
+    assert same_bits(pair.trained, pair.copy) and pair.receiver.state.version == 3
 
 
 def test_a_seed_whose_first_frame_is_damaged_touches_nothing() -> None:
@@ -264,7 +264,7 @@ def test_a_seed_whose_first_frame_is_damaged_touches_nothing() -> None:
     pair.trained["w0"].neg_()
     with pytest.raises(FrameError):
         pair.seed(2, tamper=lambda frames: [flip(frames[0], -8), *frames[1:]])
-    assert bits(pair.copy["w0"]) == before and pair.receiver.chain.version == 1
+    assert bits(pair.copy["w0"]) == before and pair.receiver.state.version == 1
 
 
 def test_a_receiver_that_fails_while_it_writes_has_no_version() -> None:
@@ -278,9 +278,9 @@ def test_a_receiver_that_fails_while_it_writes_has_no_version() -> None:
     pair.receiver._staged = type("Failing", (), {"apply": staticmethod(failing), "clear": lambda self: None})()  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone"):
         pair.receiver.apply()
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
     pair.receiver.rollback()
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_receiver_that_fails_while_it_writes_has_no_version() -> None:
         ({"base": 4, "version": 5}, VersionReplay),
         ({"base": 9, "version": 10}, VersionReplay),
         ({"base": 3, "version": 5}, VersionError),
-        ({"stream": STREAM + 1}, VersionRestart),
+        ({"lineage": STREAM + 1}, VersionRestart),
         ({"schema": SCHEMA + 1}, FrameError),
         ({"source": 1}, FrameError),
         ({"seed": True}, FrameError),
@@ -312,12 +312,12 @@ def test_a_lost_version_is_a_gap() -> None:
     for _ in range(2):  # version 2 arrives, 3 is lost
         pair.trained["w0"] += 1
         frames = pair.prepare()
-        lost = pair.source.chain.version == 2
+        lost = pair.source.state.version == 2
         if not lost:
             pair.deliver(frames)
             pair.receiver.apply()
             pair.receiver.commit(2, STREAM)
-        pair.source.commit(pair.source.chain.version + 1, STREAM, full=False)
+        pair.source.commit(pair.source.state.version + 1, STREAM, full=False)
     pair.trained["w0"] += 1
     assert isinstance(pair.deliver(pair.prepare()), VersionGap)
 
@@ -390,7 +390,7 @@ def test_a_detector_that_returns_rubbish_fails_in_prepare_and_nothing_moves(dete
         pair.prepare()
     assert type(caught.value) is kind
     pair.rollback()
-    assert pair.source.changed == 0 and pair.source.chain.version == 1 and bits(pair.source.snapshot.bits[4]) == before
+    assert pair.source.changed == 0 and pair.source.state.version == 1 and bits(pair.source.snapshot.bits[4]) == before
     pair.detector = None
     assert pair.sync() == 5 and same_bits(pair.trained, pair.copy)
 
@@ -469,7 +469,7 @@ def frame_of(pair: Pair, number: int, parts: list[tuple[int, Tensor | None, Tens
     """A seed frame that a source would not make, of segments (first, positions, bits)."""
     writer = FrameWriter(pair.head(pair.chunks[number], base=NONE, version=version), "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dte_dist.codec.choose.Chooser.choose", lambda *of, **how: (INDEX_CODECS[1], VALUE_CODECS[0], False))
+        patch.setattr("dte_dist.codec.choose.CodecSelector.select", lambda *of, **how: (INDEX_CODECS[1], VALUE_CODECS[0], False))
         for first, positions, values in parts:
             if positions is None:
                 writer.add_dense(first, values)
@@ -496,7 +496,7 @@ def test_a_seed_that_is_not_the_whole_chunk_is_refused_and_not_written(parts: li
     with pytest.raises(FrameError, match="not the whole chunk"):
         pair.seed(2, tamper=lambda frames: [frames[0], frame_of(pair, 1, parts), frames[2]])
     assert bits(pair.copy["w0"][64:]) == before
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
     pair.seed(3)
     assert same_bits(pair.trained, pair.copy)
 
@@ -506,14 +506,14 @@ def test_a_seed_that_is_not_whole_in_its_first_frame_leaves_the_version_as_it_wa
     part = frame_of(pair, 0, [(0, None, torch.arange(63).int())])
     with pytest.raises(FrameError, match="not the whole chunk"):
         pair.seed(2, tamper=lambda frames: [part, *frames[1:]])
-    assert pair.receiver.chain.version == 1
+    assert pair.receiver.state.version == 1
 
 
 def test_a_whole_seed_in_several_dense_segments_is_taken() -> None:
     pair = Pair(weights(192), bucket_bytes=256)
     parts = frame_of(pair, 1, [(64, None, torch.arange(32).int()), (96, None, torch.arange(32, 64).int())])
     pair.seed(2, tamper=lambda frames: [frames[0], parts, frames[2]])
-    assert pair.copy["w0"][64:128].view(torch.int32).tolist() == [*range(64)] and pair.receiver.chain.version == 2
+    assert pair.copy["w0"][64:128].view(torch.int32).tolist() == [*range(64)] and pair.receiver.state.version == 2
 
 
 def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why() -> None:
@@ -534,7 +534,7 @@ def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why(
     assert [bool(frame.any()) for frame in frames] == [True, False, True]
     assert type(pair.source.error) is MemoryError
     pair.receiver.begin()
-    pair.receiver.take(frames[1], pair.head(pair.chunks[1], base=NONE, version=2, stream=STREAM))
+    pair.receiver.take(frames[1], pair.head(pair.chunks[1], base=NONE, version=2, lineage=STREAM))
     assert type(pair.receiver.error) is FrameError and bits(pair.copy["w0"]) == before
     pair.rollback()
     pair.seed(3)
@@ -547,7 +547,7 @@ def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why(
 @pytest.fixture(params=[1, 1 << 21], ids=["a wave each", "one wave"])
 def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every range with changes ends a wave, or none does."""
-    monkeypatch.setattr(snapshot, "_WAVE", request.param)
+    monkeypatch.setattr(snapshot, "_BATCH_CHANGES", request.param)
 
 
 def of_two_widths() -> Pair:
@@ -561,13 +561,13 @@ def of_two_widths() -> Pair:
 
 def is_seeded(pair: Pair, before: dict[str, Tensor]) -> None:
     """The source has no version, the receiver is where it was, and a full sync brings both together, whatever was trained since."""
-    assert pair.source.chain.version == NONE and pair.source.chain.newest == 1
-    assert pair.receiver.chain.version == 1 and same_bits(before, pair.copy)
+    assert pair.source.state.version == NONE and pair.source.state.newest == 1
+    assert pair.receiver.state.version == 1 and same_bits(before, pair.copy)
     pair.trained["w0"][::5] += 1
     pair.trained["b"][::7] -= 1
     pair.seed(3)
-    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == pair.source.chain.version == 3
-    assert not pair.source.snapshot.torn
+    assert same_bits(pair.trained, pair.copy) and pair.receiver.state.version == pair.source.state.version == 3
+    assert not pair.source.snapshot.inconsistent
     pair.trained["w0"][7] = 5.0
     assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)
 
@@ -589,7 +589,7 @@ def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(wav
 def test_a_source_without_memory_for_what_was_there_has_no_version(waves: None, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, asked = of_two_widths(), []
     before = {name: tensor.clone() for name, tensor in pair.copy.items()}
-    of_range = snapshot.Snapshot._one_before
+    of_range = snapshot.Snapshot._record_range
 
     def failing(*args: Any) -> Any:
         asked.append(args)
@@ -597,7 +597,7 @@ def test_a_source_without_memory_for_what_was_there_has_no_version(waves: None, 
             raise MemoryError("no room")
         return of_range(*args)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_one_before", failing)
+    monkeypatch.setattr(snapshot.Snapshot, "_record_range", failing)
     with pytest.raises(MemoryError):
         pair.prepare()
     pair.rollback()
@@ -621,9 +621,9 @@ def test_a_source_that_cannot_make_its_frames_stays_where_it_was(waves: None, af
         patch.setattr(FrameWriter, "add", failing)
         with pytest.raises(MemoryError):
             pair.prepare()
-    assert not pair.source.snapshot.torn
+    assert not pair.source.snapshot.inconsistent
     pair.rollback()
-    assert pair.source.chain.version == 1 and all(torch.equal(pair.source.snapshot.bits[width], bits) for width, bits in known.items())
+    assert pair.source.state.version == 1 and all(torch.equal(pair.source.snapshot.bits[width], bits) for width, bits in known.items())
     pair.trained["b"][1] += 1
     assert pair.sync() == 192 + len(range(0, 300, 7)) + 1 and same_bits(pair.trained, pair.copy)
 
@@ -639,7 +639,7 @@ def test_a_source_that_cannot_go_back_has_no_version(waves: None, after: int) ->
     with pytest.raises(OSError, match="gone"):
         pair.source.rollback()
     known._kernels = cpu
-    assert pair.source.chain.version == NONE and not pair.source.frames()
+    assert pair.source.state.version == NONE and not pair.source.frames()
     pair.rollback()
     is_seeded(pair, before)
 
@@ -673,11 +673,11 @@ def test_frames_are_read_only_and_must_stay_until_they_are_applied(bucket_bytes:
 def test_a_receiver_has_no_version_between_apply_and_commit() -> None:
     pair = Pair(weights(64))
     pair.trained["w0"].neg_()
-    assert pair.deliver(pair.prepare()) is None and pair.receiver.chain.version == 1
+    assert pair.deliver(pair.prepare()) is None and pair.receiver.state.version == 1
     pair.receiver.apply()
-    assert pair.receiver.chain.version == NONE and same_bits(pair.trained, pair.copy)
+    assert pair.receiver.state.version == NONE and same_bits(pair.trained, pair.copy)
     pair.receiver.commit(2, STREAM)
-    assert pair.receiver.chain.version == 2
+    assert pair.receiver.state.version == 2
 
 
 # Values ------------------------------------------------------------------------------------------------------------------
@@ -858,8 +858,8 @@ def test_a_tensor_replaced_between_syncs_is_found_by_its_layout_or_refused_by_na
     module, copy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     pair = Pair(dict(module.named_parameters()), dict(copy.named_parameters()), seed=False)
     pair.layouts = Layout.from_module(module), Layout.from_module(copy)
-    pair.source = SourceState(pair.layouts[0], pair.model, 0, pair.schedule, SCHEMA)
-    pair.receiver = ReceiverState(pair.layouts[1], pair.model, 1)
+    pair.source = Source(pair.layouts[0], pair.model, 0, pair.schedule, SCHEMA)
+    pair.receiver = Receiver(pair.layouts[1], pair.model, 1)
     pair.seed()
     module.weight = torch.nn.Parameter(torch.ones(2, 3))
     pair.sync()
@@ -887,12 +887,12 @@ def test_a_copy_that_others_wrote_to_has_no_version_until_it_is_seeded(how: str)
         copy[3 if how == "written in part" else slice(None)] = 1.0
     pair.trained["w0"][5] = 2.0
     pair.receiver.begin()
-    assert pair.receiver.chain.seed_reason and pair.receiver.chain.version == NONE and pair.receiver.chain.newest == 1
+    assert pair.receiver.state.seed_reason and pair.receiver.state.version == NONE and pair.receiver.state.newest == 1
     pair.receiver.rollback()
     pair.seed(2)
     assert same_bits(pair.trained, pair.copy)
     pair.trained["w1"][5] = 2.0
-    assert pair.sync() == 1 and same_bits(pair.trained, pair.copy) and not pair.receiver.chain.seed_reason
+    assert pair.sync() == 1 and same_bits(pair.trained, pair.copy) and not pair.receiver.state.seed_reason
 
 
 def test_reading_a_copy_and_what_the_package_writes_disturb_nothing() -> None:
@@ -901,7 +901,7 @@ def test_reading_a_copy_and_what_the_package_writes_disturb_nothing() -> None:
         pair.trained["w1"][step] = 2.0
         assert pair.copy["w0"].sum() is not None and pair.copy["w1"].clone() is not None
         pair.receiver.begin()
-        assert not pair.receiver.chain.seed_reason
+        assert not pair.receiver.state.seed_reason
         pair.sync()
 
 
@@ -932,7 +932,7 @@ def test_a_delta_that_nobody_follows_is_taken_over_and_can_seed() -> None:
     pair.prepare()
     pair.trained["w0"][20] += 1  # after the call: belongs to the next version
     pair.source.detach()
-    assert pair.source.chain.version == NONE
+    assert pair.source.state.version == NONE
     pair.place(2)
     assert bits(pair.copy["w0"][:20]) == bits(pair.trained["w0"][:20]) and bits(pair.copy["w0"][20]) != bits(pair.trained["w0"][20])
     assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)

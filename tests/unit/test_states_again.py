@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from dte_dist.change.flat import FlatTensors
-from dte_dist.codec import Chooser, History, read_frame, read_head
-from dte_dist.engine.chain import NONE, Step
-from dte_dist.engine.lanes import Lanes, PairLane, PairLanes, step_of_lane
+from dte_dist.codec import CodecSelector, PreviousDelta, read_frame, read_head
+from dte_dist.engine.chain import NONE, SyncStep
+from dte_dist.engine.lanes import Lane, Lanes, P2PLanes, lane_step
 from dte_dist.errors import FrameError
 from dte_dist.layout import Block
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.pairs import pair_spaces
-from dte_dist.plan.remap import build_remaps
-from dte_dist.plan.schedule import Schedule
+from dte_dist.plan.remap import build_index_maps
+from dte_dist.plan.schedule import ChunkPlan
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
 from dte_dist.report import Phases
 from tests.unit.test_states import SCHEMA, STREAM, Pair, same_bits
@@ -40,7 +40,7 @@ class Steps(Pair):
         **options,
     ) -> None:
         self.rng, self.again = np.random.default_rng(0), again
-        self.chooser = Chooser(codec)
+        self.selector = CodecSelector(codec)
         start = torch.from_numpy(self.rng.integers(0, 100, size))
         self.flags = self.rng.random(size) < share
         super().__init__({"a": start[: size // 3].to(dtype), "b": start[size // 3 :].to(dtype).view(-1, 7)[:, :7]}, **options)
@@ -56,14 +56,14 @@ class Steps(Pair):
 
     def prepare(self, lanes: Lanes | None = None) -> list[Tensor]:
         self.step()
-        self.source.prepare(self.source.chain.version + 1, False, Phases(), self.detector, lanes, chooser=self.chooser)
+        self.source.prepare(self.source.state.version + 1, False, Phases(), self.detector, lanes, selector=self.selector)
         return self.source.frames()
 
     def commit(self, all_follow: bool = True) -> None:
-        version, stream = self.source.chain.version + 1, self.source.chain.stream
+        version, lineage = self.source.state.version + 1, self.source.state.lineage
         self.receiver.apply()
-        self.receiver.commit(version, stream)
-        self.source.commit(version, stream, full=False, all_follow=all_follow)
+        self.receiver.commit(version, lineage)
+        self.source.commit(version, lineage, full=False, all_follow=all_follow)
 
     def sync(self, **how: bool) -> bool:
         """Run a delta; return whether it counted on the one before."""
@@ -85,7 +85,7 @@ class Steps(Pair):
     def counted(self, frames: list[Tensor]) -> bool:
         """Read the frames as they are: is there a stream of `again` in the table?"""
         numbers = [frame[96 + 24 : 96 + 40 * int(frame[88:92].view(torch.int32)) : 40].tolist() for frame in frames if len(frame)]
-        assert all(read_head(frame).keep == self.chooser.keeps for frame in frames if len(frame))
+        assert all(read_head(frame).keep == self.selector.keeps for frame in frames if len(frame))
         return any(5 in used for used in numbers)
 
 
@@ -132,7 +132,7 @@ def test_segments_are_joined_in_another_way_each_time() -> None:
         shares = np.repeat(rng.choice([0.0, 0.00001, 0.0004, 0.01, 0.2, 0.97, 1.0], 6), total // 6)
         flags = torch.from_numpy((np.random.default_rng(2).random(total) < shares) | (rng.random(total) < 0.00003))
         known[flags] ^= 1
-        pair.source.prepare(number + 2, False, Phases(), chooser=Chooser("again+planes"))
+        pair.source.prepare(number + 2, False, Phases(), selector=CodecSelector("again+planes"))
         assert pair.deliver(pair.source.frames()) is None
         used |= pair.source.codecs.keys()
         pair.receiver.apply()
@@ -217,7 +217,7 @@ def test_the_choice_may_change_from_sync_to_sync() -> None:
     """As `auto` does when links turn out to be faster or slower."""
     pair, found = Steps(), []
     for codec in ("small", "fast", "small", "small", "ef+planes", "again+raw", "again+raw"):
-        pair.chooser = Chooser(codec)
+        pair.selector = CodecSelector(codec)
         found.append(pair.sync())
     assert found == [False, False, False, True, False, False, True]
 
@@ -238,7 +238,7 @@ def test_a_receiver_without_the_history_says_so_and_the_next_sync_is_well() -> N
     """It cannot come to that; should it, nothing is written, and no rank is stuck."""
     pair = Steps("again+planes")
     pair.sync()
-    for lose in (History, lambda: pair.receiver._history):
+    for lose in (PreviousDelta, lambda: pair.receiver._history):
         pair.receiver._history = lose()
         pair.receiver._history.commit(7, 7)
         before = {name: tensor.clone() for name, tensor in pair.copy.items()}
@@ -257,7 +257,7 @@ def test_a_receiver_that_breaks_off_while_it_writes_is_seeded() -> None:
         pair.receiver.apply()
     pair.source.commit(3, STREAM, full=False, all_follow=True)
     pair.receiver.rollback()
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
     pair.seed(4)
     assert [pair.sync(), pair.sync()] == [False, True]
 
@@ -272,22 +272,22 @@ def test_both_routes_by_turns() -> None:
     columns, rows = Block((((0, 300),), ((100, 250),))), Block((((20, 200),), ((0, 400),)))
     own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))} for block in (columns, rows))
     pair = pair_spaces(own, theirs)
-    schedule = Schedule({0: {2: pair[2].numel}}, 30_000)
-    lane = PairLane(schedule.chunks(0), {2: build_remaps(own[2], pair[2])}, {2: build_remaps(pair[2], own[2])})
+    schedule = ChunkPlan({0: {2: pair[2].numel}}, 30_000)
+    lane = Lane(schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
     trained, copy = full[:, 100:350].contiguous(), full[20:220].clone()
     ends = Pair({"w": trained}, {"w": full[:, 100:350].clone()})
-    source, lanes, kept = ends.source, PairLanes(0, {1: lane}), History()
+    source, lanes, kept = ends.source, P2PLanes(0, {1: lane}), PreviousDelta()
     flat = FlatTensors([copy], 2)
-    targets = {name: Target(flat, {0: build_remaps(space, theirs[2])}) for name, space in (("p2p", pair[2]), ("broadcast", own[2]))}
+    targets = {name: Target(flat, {0: build_index_maps(space, theirs[2])}) for name, space in (("p2p", pair[2]), ("broadcast", own[2]))}
     flags, counted = rng.random(trained.shape) < 0.03, []
     for version, route in enumerate(["p2p", "p2p", "p2p", "broadcast", "broadcast", "p2p", "p2p"], 2):
         trained.view(torch.int16)[torch.from_numpy(flags)] ^= 1
         flags = (flags & (rng.random(trained.shape) < 0.84)) | (rng.random(trained.shape) < 0.005)
-        source.prepare(version, False, Phases(), lanes=lanes if route == "p2p" else None, chooser=Chooser("small"))
-        made, chunks = Step(SCHEMA, source.chain.stream, version - 1, version), ends.chunks
+        source.prepare(version, False, Phases(), lanes=lanes if route == "p2p" else None, selector=CodecSelector("small"))
+        made, chunks = SyncStep(SCHEMA, source.state.lineage, version - 1, version), ends.chunks
         if route == "p2p":
-            made, chunks = step_of_lane(made, 1), lane.chunks
-        staged, heads = StagedPatch(), [made.head(0, len(chunks), chunk) for chunk in chunks]
+            made, chunks = lane_step(made, 1), lane.chunks
+        staged, heads = StagedPatch(), [made.frame_head(0, len(chunks), chunk) for chunk in chunks]
         for head, frame in zip(heads, source.frames(), strict=True):
             for segment in read_frame(frame, head, kept) if len(frame) else ():
                 staged.add(targets[route], 0, segment)
@@ -308,7 +308,7 @@ def each_change(codec: str, before: Tensor, steps: list[Tensor]) -> tuple[list[f
     sizes, of_index = [], []
     for number, after in enumerate(steps):
         pair.trained["w"].view(torch.int16).copy_(after)
-        pair.source.prepare(number + 2, False, Phases(), chooser=Chooser(codec))
+        pair.source.prepare(number + 2, False, Phases(), selector=CodecSelector(codec))
         frames = pair.source.frames()
         assert pair.deliver(frames) is None
         pair.receiver.apply()

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.change.flat import BITS, FlatTensors
-from dte_dist.codec import Chooser, Segment, read_frame
+from dte_dist.codec import CodecSelector, Segment, read_frame
 from dte_dist.codec.index import INDEX_CODECS
 from dte_dist.codec.value import VALUE_CODECS
-from dte_dist.engine.chain import NONE, Step
-from dte_dist.engine.lanes import PairLane, PairLanes, step_of_lane
+from dte_dist.engine.chain import NONE, SyncStep
+from dte_dist.engine.lanes import Lane, P2PLanes, lane_step
 from dte_dist.kernels import cpu_codecs, torch_codecs
 from dte_dist.layout import Block
 from dte_dist.patch import StagedPatch, Target
 from dte_dist.plan.pairs import pair_spaces
-from dte_dist.plan.remap import build_remaps
-from dte_dist.plan.schedule import Schedule
+from dte_dist.plan.remap import build_index_maps
+from dte_dist.plan.schedule import ChunkPlan
 from dte_dist.plan.space import FlatSpace, Piece, Pieces
 from dte_dist.report import Phases
 from tests.unit.test_states import SCHEMA, Pair, same_bits
@@ -36,25 +36,25 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, tor
 def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many frames in a wave."""
     if request.param == "in many waves":
-        monkeypatch.setattr("dte_dist.change.snapshot._RANGE", 3)
-        monkeypatch.setattr("dte_dist.change.snapshot._WAVE", 150)
+        monkeypatch.setattr("dte_dist.change.snapshot._RANGE_SEGMENTS", 3)
+        monkeypatch.setattr("dte_dist.change.snapshot._BATCH_CHANGES", 150)
         monkeypatch.setattr("dte_dist.plan.schedule.SEGMENT", 64)
         monkeypatch.setattr("dte_dist.engine.source.SEGMENT", 64)
 
 
-def chooser_of(codec: str) -> Chooser:
-    return Chooser(codec, bytes_per_second=1e7 if codec == "auto" else None)
+def chooser_of(codec: str) -> CodecSelector:
+    return CodecSelector(codec, bytes_per_second=1e7 if codec == "auto" else None)
 
 
 class Coded(Pair):
     """A pair whose source chooses its codecs."""
 
     def __init__(self, codec: str, *args, **options) -> None:
-        self.chooser = chooser_of(codec)
+        self.selector = chooser_of(codec)
         super().__init__(*args, **options)
 
     def prepare(self) -> list[Tensor]:
-        self.source.prepare(self.source.chain.version + 1, False, Phases(), self.detector, chooser=self.chooser)
+        self.source.prepare(self.source.state.version + 1, False, Phases(), self.detector, selector=self.selector)
         return self.source.frames()
 
 
@@ -143,7 +143,7 @@ def test_a_receiver_that_breaks_off_while_it_writes_is_seeded(codec: str) -> Non
     (staged.sparse or staged.dense).append(None)  # type: ignore[arg-type]
     with pytest.raises((AttributeError, TypeError)):
         pair.receiver.apply()
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
     pair.rollback()
     pair.seed(5)
     assert same_bits(pair.trained, pair.copy)
@@ -196,22 +196,22 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
     columns, rows = Block(((((0, 40)),), ((20, 30),))), Block((((part.start, part.stop - part.start),), ((0, 60),)))
     own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))} for block in (columns, rows))
     pair = pair_spaces(own, theirs)
-    schedule = Schedule({0: {2: pair[2].numel}}, 600)
-    lane = PairLane(schedule.chunks(0), {2: build_remaps(own[2], pair[2])}, {2: build_remaps(pair[2], own[2])})
+    schedule = ChunkPlan({0: {2: pair[2].numel}}, 600)
+    lane = Lane(schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
     trained, copy = full[:, 20:50].contiguous(), full[part].clone()
     source = Coded(codec, {"w": trained}).source
-    target = Target(FlatTensors([copy], 2), {0: build_remaps(pair[2], theirs[2])})
-    lanes = PairLanes(0, {1: lane})
+    target = Target(FlatTensors([copy], 2), {0: build_index_maps(pair[2], theirs[2])})
+    lanes = P2PLanes(0, {1: lane})
     for density, near in ((0.1, True), (1.0, True), (0.6, False), (0.02, True)):
         step({"w": trained}, rng, density, near)
-        source.prepare(source.chain.version + 1, False, Phases(), lanes=lanes, chooser=chooser_of(codec))
-        made = step_of_lane(Step(SCHEMA, source.chain.stream, source.chain.version, source.chain.version + 1), 1)
+        source.prepare(source.state.version + 1, False, Phases(), lanes=lanes, selector=chooser_of(codec))
+        made = lane_step(SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 1)
         staged = StagedPatch()
         for chunk, frame in zip(lane.chunks, source.frames(), strict=True):
-            for segment in read_frame(frame, made.head(0, len(lane.chunks), chunk)) if len(frame) else ():
+            for segment in read_frame(frame, made.frame_head(0, len(lane.chunks), chunk)) if len(frame) else ():
                 staged.add(target, 0, segment)
         staged.apply({2: target})
-        source.commit(source.chain.version + 1, source.chain.stream, full=False)
+        source.commit(source.state.version + 1, source.state.lineage, full=False)
         full[:, 20:50] = trained
         assert torch.equal(bits_of(copy[:, 20:50]), bits_of(full[part, 20:50]))
         assert torch.equal(source.snapshot.bits[2], bits_of(trained))
@@ -233,8 +233,8 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
     first = torch.arange(20, dtype=torch.int16).view(4, 5)
     first = first.t().contiguous().t() if homes.endswith("transposed") else first
     tensors = [first, first if homes.startswith("one") else first.clone()]
-    target = Target(FlatTensors(tensors, 2), {0: build_remaps(source, receiver)})
-    assert len(target.remaps[0]) == 2
+    target = Target(FlatTensors(tensors, 2), {0: build_index_maps(source, receiver)})
+    assert len(target.index_maps[0]) == 2
     positions = torch.tensor([0, 6, 19], dtype=torch.int32)
     distances = torch.tensor([5, -3, 7], dtype=torch.int16)
     if dense:
@@ -259,19 +259,19 @@ def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> Non
     assert pair[2].numel == 18 + 24
     trained = random((6, 8), torch.bfloat16, rng)
     copies = [trained[:, :3].clone(), trained[2:5].clone()]
-    chunks = Schedule({0: {2: pair[2].numel}}, 64).chunks(0)
-    lane = PairLane(chunks, {2: build_remaps(own[2], pair[2])}, {2: build_remaps(pair[2], own[2])})
-    target = Target(FlatTensors(copies, 2), {0: build_remaps(pair[2], theirs[2])})
+    chunks = ChunkPlan({0: {2: pair[2].numel}}, 64).chunks(0)
+    lane = Lane(chunks, {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
+    target = Target(FlatTensors(copies, 2), {0: build_index_maps(pair[2], theirs[2])})
     source = Coded(codec, {"w": trained}).source
     for density in (0.3, 0.9):
         step({"w": trained}, rng, density, True)
-        source.prepare(source.chain.version + 1, False, Phases(), lanes=PairLanes(0, {0: lane}), chooser=chooser_of(codec))
-        made, staged = step_of_lane(Step(SCHEMA, source.chain.stream, source.chain.version, source.chain.version + 1), 0), StagedPatch()
+        source.prepare(source.state.version + 1, False, Phases(), lanes=P2PLanes(0, {0: lane}), selector=chooser_of(codec))
+        made, staged = lane_step(SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 0), StagedPatch()
         for chunk, frame in zip(chunks, source.frames(), strict=True):
-            for segment in read_frame(frame, made.head(0, len(chunks), chunk)) if len(frame) else ():
+            for segment in read_frame(frame, made.frame_head(0, len(chunks), chunk)) if len(frame) else ():
                 staged.add(target, 0, segment)
         staged.apply({2: target})
-        source.commit(source.chain.version + 1, source.chain.stream, full=False)
+        source.commit(source.state.version + 1, source.state.lineage, full=False)
         assert torch.equal(bits_of(copies[0]), bits_of(trained[:, :3])) and torch.equal(bits_of(copies[1]), bits_of(trained[2:5]))
 
 
@@ -283,9 +283,9 @@ def test_collect_is_the_reverse_of_place(codecs, kind: int) -> None:
     source, receiver = (FlatSpace.of(4, Pieces.of([Piece(0, 0, block)])) for block in (rows, columns))
     held = strided(torch.zeros(4, 5, dtype=torch.int32), kind)
     held.copy_(torch.arange(20).view(4, 5) + 100)
-    (remap,) = build_remaps(source, receiver)
+    (index_map,) = build_index_maps(source, receiver)
     out = torch.full((40,), -1, dtype=torch.int32)
-    codecs.collect(remap, 4, out, FlatTensors([held], 4))
+    codecs.collect(index_map, 4, out, FlatTensors([held], 4))
     expected = torch.full((6, 8), -1, dtype=torch.int32)
     expected[1:5, [0, 1, 5, 6, 7]] = held
     assert torch.equal(out, expected.view(-1)[4:44])

@@ -14,8 +14,17 @@ import pytest
 import torch.distributed as dist
 
 from dte_dist.errors import ChannelClosed, FrameError, LayoutMismatch, PeerLost, VersionGap
-from dte_dist.transport.groups import Membership, Wire
-from dte_dist.transport.together import Agreed, agreed, end_together, error_of, forget_frames, or_error, raise_if_any, raise_together
+from dte_dist.transport.groups import Communicator, Membership
+from dte_dist.transport.together import (
+    AgreedError,
+    agreed,
+    capture,
+    capture_error,
+    end_together,
+    forget_frames,
+    raise_if_any,
+    raise_together,
+)
 from dte_dist.transport.watch import Watch
 
 MEMBERS = (1, 2, 4)
@@ -28,11 +37,11 @@ def memberships(ranks: Sequence[int]) -> list[Membership]:
     return [Membership(rank, SIZE, tuple(range(SIZE)), dist.PrefixStore("test", store), "cpu:gloo", PATIENCE) for rank in ranks]
 
 
-def on_wires(call: Callable[[Wire], Any]) -> list[Any]:
+def on_wires(call: Callable[[Communicator], Any]) -> list[Any]:
     """Call something on every member of one group at a time; return what each returns."""
 
     def run(mine: Membership) -> Any:
-        wire = Wire("control", MEMBERS, mine, "gloo")
+        wire = Communicator("control", MEMBERS, mine, "gloo")
         try:
             return call(wire)
         finally:
@@ -44,7 +53,7 @@ def on_wires(call: Callable[[Wire], Any]) -> list[Any]:
 
 def marked(call: Callable[[], Any]) -> Exception:
     """Return what every rank raises."""
-    with pytest.raises(Agreed) as caught:
+    with pytest.raises(AgreedError) as caught:
         call()
     return caught.value.error
 
@@ -78,7 +87,7 @@ def test_the_error_of_the_lowest_rank_is_raised_on_all_and_its_cause_stays_where
     ],
 )
 def test_an_error_of_any_kind_is_agreed_and_the_ranks_stay_in_step(error: Exception, kind: str, text: str) -> None:
-    def twice(wire: Wire) -> tuple[Exception, np.ndarray]:
+    def twice(wire: Communicator) -> tuple[Exception, np.ndarray]:
         return marked(lambda: raise_together(wire, error if wire.rank == 4 else None)), raise_if_any(wire, None, [wire.rank])
 
     errors, rows = zip(*on_wires(twice), strict=True)
@@ -97,7 +106,7 @@ def test_ranks_that_do_not_say_how_they_failed_are_an_error_on_all() -> None:
     errors = on_wires(lambda wire: marked(lambda: raise_together(wire, None)))
     ((kind, text),) = facts(errors)
     assert kind is FrameError and text.startswith("a rank said that it failed, but not how")
-    for found in on_wires(lambda wire: error_of(lambda: raise_together(wire, None, unsaid=PeerLost("no word")))):
+    for found in on_wires(lambda wire: capture_error(lambda: raise_together(wire, None, unsaid=PeerLost("no word")))):
         assert type(found) is PeerLost and str(found) == "no word"
 
 
@@ -107,7 +116,7 @@ def test_ranks_that_do_not_say_how_they_failed_are_an_error_on_all() -> None:
 def test_the_ranks_of_a_lost_peer_are_told_to_all() -> None:
     mine = PeerLost("another group lost ranks 4 and 5", lost=[4, 5], late=True)
     errors = on_wires(lambda wire: marked(lambda: raise_if_any(wire, mine if wire.rank == 1 else None)))
-    found = [error.error if isinstance(error, Agreed) else error for error in errors]
+    found = [error.error if isinstance(error, AgreedError) else error for error in errors]
     assert {(type(error), error.lost, error.late) for error in found} == {(PeerLost, (4, 5), True)}
 
 
@@ -121,10 +130,10 @@ def test_errors_are_kept_and_marked_but_a_lost_peer_is_never_marked() -> None:
     with pytest.raises(PeerLost) as caught:
         agreed(lambda: fail(lost))
     assert caught.value is lost
-    assert or_error(lambda: 3) == (3, None) and or_error(lambda: fail(wrong)) == (None, wrong)
-    assert error_of(lambda: 3) is None and error_of(lambda: fail(lost)) is lost
+    assert capture(lambda: 3) == (3, None) and capture(lambda: fail(wrong)) == (None, wrong)
+    assert capture_error(lambda: 3) is None and capture_error(lambda: fail(lost)) is lost
     with pytest.raises(KeyboardInterrupt):
-        error_of(lambda: fail(KeyboardInterrupt()))
+        capture_error(lambda: fail(KeyboardInterrupt()))
 
 
 # The end -----------------------------------------------------------------------------------------------------------------
@@ -191,7 +200,7 @@ def test_an_error_that_is_kept_does_not_keep_what_its_frames_held() -> None:
         except RuntimeError as error:
             raise PeerLost("could not wait") from error
 
-    error = error_of(guard)
+    error = capture_error(guard)
     gc.collect()
     assert held[0]() is not None, "the frames of the cause hold it"
     forget_frames(error)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dte_dist import Layout, LayoutMismatch, Plan, TransferOp
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Manifest, MeshSpec, Placement
-from dte_dist.plan.model_map import Holding
+from dte_dist.plan.model_map import RankLayout
 
 some = settings(max_examples=150, deadline=None)
 DTYPES = ["bfloat16", "float32"]
@@ -46,7 +46,7 @@ def sides(draw, shapes, first):
         else:
             entries.append(Entry(name, shape, dtype, draw(placements(shape, mesh))))
     manifest = Manifest.build(entries, [MeshSpec(mesh, tuple(range(prod(mesh))))])
-    return {first + rank: Holding(manifest, (at,)) for rank, at in enumerate(product(*map(range, mesh)))}
+    return {first + rank: RankLayout(manifest, (at,)) for rank, at in enumerate(product(*map(range, mesh)))}
 
 
 @st.composite
@@ -105,7 +105,7 @@ def test_a_removed_and_a_doubled_op_are_noticed(drawn, data) -> None:
     at = data.draw(st.integers(0, len(ops) - 1))
     for wrong in (ops[:at] + ops[at + 1 :], [*ops, ops[at]]):
         broken = replace(plan, ops=wrong)
-        with pytest.raises(LayoutMismatch, match="Way out"):
+        with pytest.raises(LayoutMismatch, match="Hint"):
             broken.validate()
         assert broken.digest() != plan.digest()
 
@@ -131,12 +131,12 @@ def mesh_side(first, mesh, cuts, shape=(8, 6), names=("w",)):
     manifest = Manifest.build(
         [Entry(name, shape, "float32", Placement(0, cuts)) for name in names], [MeshSpec(mesh, tuple(range(prod(mesh))))]
     )
-    return {first + rank: Holding(manifest, (at,)) for rank, at in enumerate(product(*map(range, mesh)))}
+    return {first + rank: RankLayout(manifest, (at,)) for rank, at in enumerate(product(*map(range, mesh)))}
 
 
 def test_every_rank_has_the_same_digest_whatever_it_was_given() -> None:
     def again(side):
-        return {rank: Holding(Manifest.from_bytes(each.manifest.to_bytes()), each.coordinates) for rank, each in reversed(side.items())}
+        return {rank: RankLayout(Manifest.from_bytes(each.manifest.to_bytes()), each.coordinates) for rank, each in reversed(side.items())}
 
     sources, receivers = mesh_side(0, (4,), (Cut(0, 0),)), mesh_side(4, (2,), (Cut(1, 0),))
     digest = Plan.between(sources, receivers).digest()
@@ -226,7 +226,7 @@ def test_a_large_model_is_planned_fast() -> None:
         cuts = [Placement(0, (Cut(dim % len(shape), 0),)) if shape else Placement(0) for shape in shapes]
         entries = [Entry(f"layers.{i}", shapes[i % 6], "bfloat16", cuts[i % 6]) for i in range(20000)]
         manifest = Manifest.build(entries, [MeshSpec((64,), tuple(range(64)))])
-        return {first + rank: Holding(manifest, ((rank,),)) for rank in range(64)}
+        return {first + rank: RankLayout(manifest, ((rank,),)) for rank in range(64)}
 
     sources, receivers = side(0, 0), side(64, -1)
     begin = time.perf_counter()

@@ -56,7 +56,7 @@ def seed_now(pair: Pair, version: int = 2) -> None:
     """Seed within the sync that a delta was prepared for, as where no follower is left."""
     pair.source.detach()
     for chunk, frame in zip(pair.chunks, pair.seed_frames(version), strict=True):
-        pair.receiver.take(frame, pair.head(chunk, base=NONE, version=version, stream=STREAM))
+        pair.receiver.take(frame, pair.head(chunk, base=NONE, version=version, lineage=STREAM))
     assert pair.receiver.error is None
     pair.receiver.check_own()
     pair.receiver.commit(version, STREAM, full=True)
@@ -75,15 +75,15 @@ def test_a_write_since_begin_is_noticed_before_the_vote_and_the_same_sync_seeds(
     kept = bytes(before.tolist())
     assert pair.receiver.is_written()
     assert (
-        pair.receiver.chain.version == NONE
-        and pair.receiver.chain.seed_reason == WRITTEN
+        pair.receiver.state.version == NONE
+        and pair.receiver.state.seed_reason == WRITTEN
         and not pair.receiver._staged.nbytes
     )
     seed_now(pair)
     assert (
         same_bits(pair.trained, pair.copy)
-        and pair.receiver.chain.version == 2
-        and pair.receiver.chain.seed_reason == 0
+        and pair.receiver.state.version == 2
+        and pair.receiver.state.seed_reason == 0
     )
     assert disturb is not move or bytes(before.tolist()) == kept, (
         "memory was written to that the tensor had left"
@@ -97,7 +97,7 @@ def test_a_write_since_the_last_commit_is_noticed_at_begin(disturb: Disturb) -> 
     pair = a_pair()
     disturb(pair.copy)
     pair.deliver(pair.prepare())
-    assert pair.receiver.chain.version == NONE and pair.receiver.chain.seed_reason == WRITTEN
+    assert pair.receiver.state.version == NONE and pair.receiver.state.seed_reason == WRITTEN
 
 
 def test_a_write_between_the_last_look_and_the_commit_is_noticed_by_the_next_sync() -> None:
@@ -108,7 +108,7 @@ def test_a_write_between_the_last_look_and_the_commit_is_noticed_by_the_next_syn
     pair.receiver.commit(2, STREAM)
     pair.source.commit(2, STREAM, full=False)
     pair.receiver.begin()
-    assert pair.receiver.chain.seed_reason == WRITTEN
+    assert pair.receiver.state.seed_reason == WRITTEN
 
 
 def test_nobody_wrote() -> None:
@@ -117,7 +117,7 @@ def test_nobody_wrote() -> None:
     assert pair.deliver(pair.prepare()) is None
     assert not pair.receiver.is_written() and not pair.receiver.is_written()
     pair.commit()
-    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == 2
+    assert same_bits(pair.trained, pair.copy) and pair.receiver.state.version == 2
 
 
 # While it writes --------------------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ def test_a_write_after_the_vote_leaves_a_receiver_without_a_version(
     monkeypatch.setattr(StagedPatch, "apply", disturbed)
     with pytest.raises(DeltaError, match=r"somebody else wrote .*w1.*1 such tensor"):
         pair.receiver.apply()
-    assert pair.receiver.chain.version == NONE and pair.receiver.chain.seed_reason == WRITTEN
+    assert pair.receiver.state.version == NONE and pair.receiver.state.seed_reason == WRITTEN
     pair.source.commit(2, STREAM, full=False)
     pair.receiver.rollback()
     monkeypatch.undo()
     pair.seed(3)
-    assert same_bits(pair.trained, pair.copy) and pair.receiver.chain.version == 3
+    assert same_bits(pair.trained, pair.copy) and pair.receiver.state.version == 3
 
 
 def test_a_commit_without_a_last_look_looks() -> None:
@@ -158,7 +158,7 @@ def test_a_commit_without_a_last_look_looks() -> None:
     write(pair.copy)
     with pytest.raises(DeltaError, match="somebody else wrote"):
         pair.receiver.commit(2, STREAM)
-    assert pair.receiver.chain.version == NONE
+    assert pair.receiver.state.version == NONE
 
 
 # Seeds ------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def seed_disturbed(pair: Pair, disturb: Disturb, before: int) -> None:
     for number, (chunk, frame) in enumerate(zip(pair.chunks, frames, strict=True)):
         if number == before:
             disturb(pair.copy)
-        pair.receiver.take(frame, pair.head(chunk, base=NONE, version=2, stream=STREAM))
+        pair.receiver.take(frame, pair.head(chunk, base=NONE, version=2, lineage=STREAM))
     assert pair.receiver.error is None
 
 
@@ -204,7 +204,7 @@ def test_a_write_in_the_middle_of_a_seed_leaves_a_receiver_without_a_version(
     seed_disturbed(pair, disturb, before)
     with pytest.raises(DeltaError, match=r"somebody else wrote .*w1"):
         pair.receiver.check_own()
-    assert pair.receiver.chain.version == NONE and pair.receiver.chain.seed_reason == WRITTEN
+    assert pair.receiver.state.version == NONE and pair.receiver.state.seed_reason == WRITTEN
     pair.rollback()
     pair.seed(3)
     assert same_bits(pair.trained, pair.copy)
@@ -216,7 +216,7 @@ def test_memory_that_a_tensor_leaves_in_the_middle_of_a_seed_stays_until_its_end
     pair.source.prepare(2, True, Phases())
     frames = pair.seed_frames(2)
     pair.receiver.begin()
-    pair.receiver.take(frames[0], pair.head(pair.chunks[0], base=NONE, version=2, stream=STREAM))
+    pair.receiver.take(frames[0], pair.head(pair.chunks[0], base=NONE, version=2, lineage=STREAM))
     held = pair.copy["w2"].untyped_storage().data_ptr()
     pair.copy["w2"].data = torch.zeros(20)
     assert held in {storage.data_ptr() for storage in pair.receiver._memory}
@@ -288,11 +288,11 @@ def test_a_receivers_own_writes_are_never_taken_for_anothers(model: Callable[[],
     with torch.inference_mode(), torch.no_grad():
         for step in range(6):
             if step == 3:
-                pair.seed(pair.source.chain.version + 1)
+                pair.seed(pair.source.state.version + 1)
             for name in (names[:1], names, [], names[-1:], names, names[1:])[step]:
                 pair.trained[name].view(-1)[step % pair.trained[name].numel()] += 1
             assert pair.deliver(pair.prepare()) is None
-            assert pair.receiver.chain.version == pair.source.chain.version, "taken for another's write"
+            assert pair.receiver.state.version == pair.source.state.version, "taken for another's write"
             assert not pair.receiver.is_written()
             pair.commit()
             assert same_bits(pair.trained, pair.copy)
@@ -321,9 +321,9 @@ def test_a_copy_of_inference_mode_that_is_reloaded_is_noticed_at_begin_and_befor
     with torch.inference_mode():
         pair.copy["a"][4] = 9.0
     pair.deliver(pair.prepare())
-    assert pair.receiver.chain.seed_reason == WRITTEN
+    assert pair.receiver.state.seed_reason == WRITTEN
     pair.seed(2)
-    assert pair.deliver(pair.prepare()) is None and pair.receiver.chain.version == 2
+    assert pair.deliver(pair.prepare()) is None and pair.receiver.state.version == 2
     with torch.inference_mode():
         pair.copy["b"][4] = 9.0
     assert pair.receiver.is_written()
@@ -336,26 +336,26 @@ def test_a_copy_of_inference_mode_that_is_reloaded_is_noticed_at_begin_and_befor
 
 def test_a_receiver_that_writes_takes_the_version_of_its_rivals() -> None:
     one, other = a_pair(), a_pair()
-    one.receiver.chain.rivals = [other.receiver.chain]
+    one.receiver.state.overlapping = [other.receiver.state]
     assert one.deliver(one.prepare()) is None
-    assert other.receiver.chain.version == 1, "nothing has been written yet"
+    assert other.receiver.state.version == 1, "nothing has been written yet"
     one.commit()
-    assert other.receiver.chain.version == NONE and other.receiver.chain.seed_reason == OTHER_CHANNEL
+    assert other.receiver.state.version == NONE and other.receiver.state.seed_reason == OTHER_CHANNEL
     other.seed(2)
-    assert other.receiver.chain.seed_reason == 0 and one.receiver.chain.version == 2, (
+    assert other.receiver.state.seed_reason == 0 and one.receiver.state.version == 2, (
         "one is no rival of the other"
     )
-    one.receiver.chain.rivals = []
-    other.receiver.chain.rivals = [one.receiver.chain]
+    one.receiver.state.overlapping = []
+    other.receiver.state.overlapping = [one.receiver.state]
     other.seed(3)
-    assert one.receiver.chain.seed_reason == OTHER_CHANNEL, "seeds are writes, too"
+    assert one.receiver.state.seed_reason == OTHER_CHANNEL, "seeds are writes, too"
 
 
 def test_the_first_reason_stays_until_a_seed() -> None:
     pair = a_pair()
     for reason in (INVALIDATED, WRITTEN, OTHER_CHANNEL):
-        pair.receiver.chain.distrust(reason)
-    assert pair.receiver.chain.seed_reason == INVALIDATED and pair.receiver.chain.version == NONE
+        pair.receiver.state.invalidate(reason)
+    assert pair.receiver.state.seed_reason == INVALIDATED and pair.receiver.state.version == NONE
     pair.seed(2)
-    pair.receiver.chain.distrust(WRITTEN)
-    assert pair.receiver.chain.seed_reason == WRITTEN
+    pair.receiver.state.invalidate(WRITTEN)
+    assert pair.receiver.state.seed_reason == WRITTEN
