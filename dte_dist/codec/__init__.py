@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dte_dist.codec.choose import FAST, CodecSelector
 from dte_dist.codec.frame import FrameWriter, Segment, dense_size, read_frame
-from dte_dist.codec.head import FrameHead, read_head
-from dte_dist.codec.history import PreviousDelta
+from dte_dist.codec.header import FrameHead, read_head
+from dte_dist.codec.previous_delta import PreviousDelta
+from dte_dist.codec.selector import FAST, CodecSelector
 
 __all__ = ["FAST", "CodecSelector", "FrameHead", "FrameWriter", "PreviousDelta", "Segment", "dense_size", "read_frame", "read_head"]

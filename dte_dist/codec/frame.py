@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS
-from dte_dist.codec import head as heads
-from dte_dist.codec.choose import FAST, CodecSelector
-from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD, SYNC_AGAIN, FrameHead
-from dte_dist.codec.history import DeltaPositions, PreviousDelta
-from dte_dist.codec.index import DENSE, INDEX_CODECS, U16, Again, IndexCodec, Verdict
-from dte_dist.codec.value import MOST_RELATIVE, NO_PARAMS, RAW, VALUE_CODECS, BitPlaneParams, ValueCodec, Values
+from dte_dist.codec import header as heads
+from dte_dist.codec.header import CHECKSUM_WORD, ENTRY, HEAD, SYNC_AGAIN, FrameHead
+from dte_dist.codec.index_codecs import DENSE, INDEX_CODECS, U16, Again, IndexCodec, Verdict
+from dte_dist.codec.previous_delta import DeltaPositions, PreviousDelta
+from dte_dist.codec.selector import FAST, CodecSelector
+from dte_dist.codec.value_codecs import MOST_RELATIVE, NO_PARAMS, RAW, VALUE_CODECS, BitPlaneParams, ValueCodec, Values
 from dte_dist.errors import FrameError
+from dte_dist.tensors.flat import BITS
 
 __all__ = ["FrameWriter", "Segment", "dense_size", "read_frame"]
 

@@ -1,1 +1,1 @@
-"""The version chain: what a source sends next, what a receiver accepts, how all ranks come to one decision."""
+"""`DeltaEngine` and `DeltaTracker`: named tensors pushed and pulled as versions over any transport."""

@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dte_dist.engine.chain import NONE
 from dte_dist.engine.ends import Ends, Given, WholeEnds
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
 from dte_dist.engine.payload import Change, apply_changes, check_version, read_payload
@@ -33,6 +32,7 @@ from dte_dist.engine.tracker import DeltaTracker
 from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.layout import refuse_overlaps
 from dte_dist.plan import Plan
+from dte_dist.sync.version import NONE
 from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 
 __all__ = ["DeltaEngine", "Staged", "reconstruct_against_base"]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import FlatTensors
 from dte_dist.engine.named import NamedTensors, named
 from dte_dist.engine.payload import Change, check_changes, write_changes
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout
+from dte_dist.tensors.flat import FlatTensors
 from dte_dist.transport.base import Payload
 
 __all__ = ["Bundle", "Ends", "Given", "Landed", "Outgoing", "WholeEnds"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout.describe import EntryBuilder, wait_collective
+from dte_dist.layout.entries import EntryBuilder, wait_collective
 from dte_dist.layout.names import refuse_duplicates
 
 __all__ = ["NamedTensors", "Slots", "named", "refuse_difference", "slots_of"]

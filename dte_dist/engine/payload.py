@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors
-from dte_dist.engine.chain import NONE
 from dte_dist.engine.named import named, refuse_difference, slots_of
 from dte_dist.errors import FrameError, LayoutMismatch, VersionError
 from dte_dist.layout import brought_home
+from dte_dist.sync.version import NONE
+from dte_dist.tensors.flat import BITS, FlatTensors
 from dte_dist.transport.base import Payload
 
 __all__ = [

@@ -21,15 +21,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dte_dist.change.flat import FlatTensors
 from dte_dist.engine.ends import Bundle, Given, Landed, Outgoing
 from dte_dist.engine.payload import INDEX, Change, flat_bits, index_dtype, last_positions
 from dte_dist.errors import FrameError, LayoutMismatch
 from dte_dist.layout import Block, Entry, Layout, one_device
 from dte_dist.plan import Plan
-from dte_dist.plan.crossing import BatchedIndexMap, repeat_per_part
+from dte_dist.plan.batched_index_map import BatchedIndexMap, repeat_per_part
 from dte_dist.plan.model_map import Slot
 from dte_dist.plan.parts import Landing, Part, blocks_of, elements, landings_of, parts_of
+from dte_dist.tensors.flat import FlatTensors
 from dte_dist.transport.base import Payload
 
 __all__ = ["SharedEnds"]

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors, starts_of
-from dte_dist.change.live import LiveSpace
-from dte_dist.change.snapshot import Snapshot
-from dte_dist.engine.chain import NONE, VersionState
+from dte_dist.detect.live_space import LiveSpace
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
 from dte_dist.engine.payload import (
     Change,
@@ -27,7 +25,9 @@ from dte_dist.engine.payload import (
 )
 from dte_dist.errors import VersionReplay
 from dte_dist.layout import brought_home
-from dte_dist.plan.schedule import SEGMENT
+from dte_dist.plan.chunks import SEGMENT
+from dte_dist.sync.version import NONE, VersionState
+from dte_dist.tensors.flat import BITS, FlatTensors, starts_of
 from dte_dist.transport.base import Payload
 
 __all__ = ["DeltaTracker"]

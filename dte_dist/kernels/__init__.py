@@ -49,7 +49,7 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `collect(index map, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
 | `add(bits, distances)`, `subtract(bits, known)` | element by element |
 
-`flat` is a `FlatTensors` (change/flat.py): many tensors seen as one array of elements of one width; `advance` and `read` cast those
+`flat` is a `FlatTensors` (tensors/flat.py): many tensors seen as one array of elements of one width; `advance` and `read` cast those
 that it says are read as another dtype. Bits are uint8, int16, int32 or int64 by width (`BITS`); positions are int32, and where they
 count in a whole flat space (`scatter`, `put`, `gather`, `sorted_below`) also int64. Arrays are 1-D and contiguous.
 

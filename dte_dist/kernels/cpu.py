@@ -39,7 +39,7 @@ def advance(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, 
         old, new: [>= end - begin], receive the known and the live bits at these positions.
 
     Example:
-        >>> from dte_dist.change.flat import FlatTensors
+        >>> from dte_dist.tensors.flat import FlatTensors
         >>> flat, known = FlatTensors([torch.tensor([1, 2, 3], dtype=torch.int32)], 4), torch.tensor([1, 0, 3], dtype=torch.int32)
         >>> positions, old, new = torch.empty((3, 3), dtype=torch.int32)
         >>> count = advance(flat, 0, len(flat), known, positions, old, new)

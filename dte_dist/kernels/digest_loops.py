@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loop that digests elements by where they belong in another space (see `plan.remap` for the tables).
+"""The numba loop that digests elements by where they belong in another space (see `plan.index_map` for the tables).
 
 `remap` is the address of the addresses of an IndexMap's arrays, as in `kernels.remap_loops`. Nothing is compiled at import.
 """

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loops that translate positions between flat spaces (see `plan.remap` for the tables).
+"""The numba loops that translate positions between flat spaces (see `plan.index_map` for the tables).
 
 Positions come sorted, so the entries are walked once. Which positions a receiver holds is as good as random, and a wrong guess costs
 more than the work: so every one is written, and the next is written over it if it was not to be kept.

@@ -5,15 +5,15 @@ the `Block` of every slot on that rank. Nothing here communicates.
 """
 
 from dte_dist.layout.blocks import Block, Cut, Run, Runs, chunk_bounds, cut_block
-from dte_dist.layout.devices import StandIns, brought_home, home_of, one_device
-from dte_dist.layout.dtypes import DTYPES
 from dte_dist.layout.layout import Layout
-from dte_dist.layout.local import LiveTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.names import Rename, Select, canonical_name
-from dte_dist.layout.overlaps import refuse_overlaps, refuse_shared
-from dte_dist.layout.placement import WHOLE, Coordinates, Entry, MeshSpec, Placement
+from dte_dist.layout.placements import WHOLE, Coordinates, Entry, MeshSpec, Placement
 from dte_dist.layout.sharding import ShardSpec
+from dte_dist.tensors.devices import StandIns, brought_home, home_of, one_device
+from dte_dist.tensors.dtypes import DTYPES
+from dte_dist.tensors.live import LiveTensors
+from dte_dist.tensors.overlaps import refuse_overlaps, refuse_shared
 
 __all__ = [
     "DTYPES",

@@ -23,9 +23,9 @@ from torch.distributed.tensor import Replicate
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1
 from dte_dist.layout.blocks import Block, range_blocks, row_major
-from dte_dist.layout.placement import MeshSpec
+from dte_dist.layout.placements import MeshSpec
 from dte_dist.layout.sharding import local_block
-from dte_dist.layout.spots import Region
+from dte_dist.layout.tensor_refs import Region
 
 __all__ = ["FlatUnit", "FlatView", "beside"]
 

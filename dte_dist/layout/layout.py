@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout.copies import CopyCheck, Counted
-from dte_dist.layout.describe import EntryBuilder, wait_collective
-from dte_dist.layout.devices import home_of
+from dte_dist.layout.entries import EntryBuilder, wait_collective
 from dte_dist.layout.flattened import FlatUnit, FlatView, beside
-from dte_dist.layout.local import LiveTensors
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree, is_trained
 from dte_dist.layout.names import NameRule, Rename, Select, canonical_name, refuse_duplicates, refuse_unencodable
-from dte_dist.layout.placement import Entry
+from dte_dist.layout.placements import Entry
 from dte_dist.layout.sharding import ShardSpec
-from dte_dist.layout.spots import TensorRef, refs_of_shards, refs_of_tensors, refs_of_views
+from dte_dist.layout.tensor_refs import TensorRef, refs_of_shards, refs_of_tensors, refs_of_views
+from dte_dist.layout.untrained_copies import CopyCheck, Counted
+from dte_dist.tensors.devices import home_of
+from dte_dist.tensors.live import LiveTensors
 
 __all__ = ["Layout"]
 
@@ -196,7 +196,7 @@ class Layout:
         return list(self.read().live.tensors)
 
     def read(self) -> LiveTensors:
-        """Return what `tensors` does, and what was learnt on the way; on one device, see `layout.devices`.
+        """Return what `tensors` does, and what was learnt on the way; on one device, see `tensors.devices`.
 
         Example:
             >>> read = dte_dist.Layout.from_tensors({"w": torch.zeros(2, 3)}).read()

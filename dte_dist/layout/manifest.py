@@ -15,7 +15,7 @@ from typing import Any
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.blocks import Block, cut_block
 from dte_dist.layout.manifest_bytes import canonical_text, pack, unpack
-from dte_dist.layout.placement import Coordinates, Entry, MeshSpec
+from dte_dist.layout.placements import Coordinates, Entry, MeshSpec
 
 __all__ = ["Manifest"]
 

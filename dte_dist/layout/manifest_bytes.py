@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.blocks import Block, Cut
-from dte_dist.layout.dtypes import DTYPES
-from dte_dist.layout.placement import WHOLE, Entry, MeshSpec, Placement
+from dte_dist.layout.placements import WHOLE, Entry, MeshSpec, Placement
+from dte_dist.tensors.dtypes import DTYPES
 
 __all__ = ["canonical_text", "pack", "unpack"]
 

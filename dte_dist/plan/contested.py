@@ -2,7 +2,7 @@
 
 One name then stands either for copies of one tensor, as with DDP, or for several tensors, as where each stage
 of a pipeline counts its layers from 0. The layouts cannot tell these apart. The bits can, see
-`collectives.copies`.
+`sync.replica_check`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dte_dist.layout import MeshSpec
-from dte_dist.plan.space import Pieces
+from dte_dist.plan.flat_space import Pieces
 
 __all__ = ["Claims", "Contested"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block
-from dte_dist.plan.space import BlockTable
+from dte_dist.plan.flat_space import BlockTable
 
 __all__ = ["disjoint", "first_gap", "refuse_gap"]
 

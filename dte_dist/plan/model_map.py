@@ -4,7 +4,7 @@ Every rank builds the same `ModelMap` from the same descriptions, without furthe
 
 1. Slots: the union of what the sources hold, tied names being one slot.
 2. Receivers are held against the slots: missing, extra, other shape, other dtype.
-3. Contributors: of all sources that hold the same block of a slot, one sends it (`plan.contributors`), the same for the life of
+3. Contributors: of all sources that hold the same block of a slot, one sends it (`plan.ownership`), the same for the life of
    the channel.
 4. Contested pieces: several sources hold them, though no mesh makes these replicas (`plan.contested`). Their
    bits are compared when a channel opens.
@@ -24,12 +24,12 @@ import torch
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Coordinates, Entry, Manifest, MeshSpec
+from dte_dist.plan.aliases import Aliases
+from dte_dist.plan.block_table import Inventory
 from dte_dist.plan.contested import Claims, Contested
-from dte_dist.plan.contributors import choose_contributors
 from dte_dist.plan.coverage import first_gap, refuse_gap
-from dte_dist.plan.inventory import Inventory
-from dte_dist.plan.space import FlatSpace, Pieces, spaces_of
-from dte_dist.plan.ties import Aliases
+from dte_dist.plan.flat_space import FlatSpace, Pieces, spaces_of
+from dte_dist.plan.ownership import choose_contributors
 
 __all__ = ["ModelMap", "RankLayout", "Slot", "WireTypes"]
 

@@ -14,8 +14,8 @@ from typing import cast
 
 from dte_dist.layout import Block, Runs
 from dte_dist.plan.model_map import Slot
-from dte_dist.plan.transfer import Plan
 from dte_dist.plan.transfer_ops import Box, Slices, TransferOps
+from dte_dist.plan.transfer_plan import Plan
 
 __all__ = ["Landing", "Part", "blocks_of", "elements", "landings_of", "parts_of"]
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.errors import FrameError, LayoutMismatch
-from dte_dist.layout.dtypes import DTYPES, dtype_name
+from dte_dist.tensors.dtypes import DTYPES, dtype_name
+from dte_dist.tensors.flat import BITS, FlatTensors
 from dte_dist.transport.base import Payload
 
 __all__ = [

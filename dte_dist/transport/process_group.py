@@ -33,17 +33,17 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS
 from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap
-from dte_dist.plan.transfer import Plan
+from dte_dist.liveness.rendezvous import call_roll, forget_meeting
+from dte_dist.liveness.watch import Watch
+from dte_dist.plan.transfer_plan import Plan
+from dte_dist.tensors.flat import BITS
+from dte_dist.transport.all_or_none import AgreedError, capture, capture_error, end_together, raise_if_any
 from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
 from dte_dist.transport.buffers import Frame, explain_memory
-from dte_dist.transport.groups import Communicator, Group, Membership
+from dte_dist.transport.communicator import Communicator, Group, Membership
 from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
-from dte_dist.transport.rendezvous import call_roll, forget_meeting
 from dte_dist.transport.roles import Roles, mover
-from dte_dist.transport.together import AgreedError, capture, capture_error, end_together, raise_if_any
-from dte_dist.transport.watch import Watch
 
 __all__ = ["ProcessGroupTransport"]
 

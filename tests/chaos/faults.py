@@ -24,7 +24,7 @@ from torch import Tensor
 
 import dte_dist
 from dte_dist import DeltaError
-from dte_dist.transport.groups import Communicator
+from dte_dist.transport.communicator import Communicator
 from tests.chaos.interrupts import Alarm, Interrupt, broken_at
 from tests.chaos.model import Model
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.engine.receiver import Receiver
 from dte_dist.errors import DeltaError
+from dte_dist.sync.receiver import Receiver
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, parts_of

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.collectives.sync import Sync
-from dte_dist.patch import StagedPatch
+from dte_dist.sync.protocol import Sync
+from dte_dist.sync.staging import StagedPatch
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import Rows, caught, digest, model, nudge, parts_of, prints, same, sync
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dte_dist
-from dte_dist.transport.groups import Communicator
+from dte_dist.transport.communicator import Communicator
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dte_dist
-from dte_dist.collectives import agreement
 from dte_dist.plan.model_map import ModelMap
-from dte_dist.transport.groups import Communicator
+from dte_dist.sync import agreement
+from dte_dist.transport.communicator import Communicator
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, digest, facts, same, sync
 

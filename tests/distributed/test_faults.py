@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 import dte_dist
-from dte_dist.change.snapshot import Snapshot
-from dte_dist.engine.control import ControlRow
-from dte_dist.engine.lanes import BroadcastLanes
-from dte_dist.engine.receiver import Receiver
-from dte_dist.engine.source import Source
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.errors import PeerLost
-from dte_dist.transport.relay import BucketedBroadcast
+from dte_dist.sync.control import ControlRow
+from dte_dist.sync.frame_builder import BroadcastLanes
+from dte_dist.sync.receiver import Receiver
+from dte_dist.sync.source import Source
+from dte_dist.transport.broadcast import BucketedBroadcast
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, facts, model, nudge, prints, same, sync
 

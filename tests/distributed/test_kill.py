@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dte_dist import Layout
-from dte_dist.engine.receiver import Receiver
-from dte_dist.transport.relay import BucketedBroadcast
+from dte_dist.sync.receiver import Receiver
+from dte_dist.transport.broadcast import BucketedBroadcast
 from tests.distributed.launcher import Outcome, Ranks
 from tests.distributed.tools import caught, channel_of, digest, parts_of, sync
 

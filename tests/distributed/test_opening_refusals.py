@@ -23,8 +23,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.collectives import copies
 from dte_dist.layout.modules import is_trained
+from dte_dist.sync import replica_check as copies
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught, facts, model, nudge, prints, same, sync
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dte_dist
 from dte_dist.report import format_bytes
-from dte_dist.transport.groups import Communicator
+from dte_dist.transport.communicator import Communicator
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 

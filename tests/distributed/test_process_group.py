@@ -20,7 +20,7 @@ import dte_dist
 from dte_dist import DeltaEngine, Layout, Payload, PeerLost, Plan, ProcessGroupTransport
 from dte_dist.engine.payload import Change, write_payload
 from dte_dist.transport import packing, process_group
-from dte_dist.transport.groups import Communicator
+from dte_dist.transport.communicator import Communicator
 from dte_dist.transport.packing import Arrival, Packed
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Outcome, Ranks

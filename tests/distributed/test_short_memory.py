@@ -18,9 +18,10 @@ import torch
 import dte_dist
 from dte_dist import Layout, kernels
 from dte_dist.codec import FrameWriter
-from dte_dist.engine.lanes import BroadcastLanes, Lane
-from dte_dist.engine.receiver import Receiver
-from dte_dist.transport import buffers, packing, relay
+from dte_dist.sync.frame_builder import BroadcastLanes, Lane
+from dte_dist.sync.receiver import Receiver
+from dte_dist.transport import broadcast as relay
+from dte_dist.transport import buffers, packing
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, same, sync
 

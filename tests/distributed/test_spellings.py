@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dte_dist
 from dte_dist import DeltaEngine, ProcessGroupTransport
-from dte_dist.collectives import registry
+from dte_dist.sync import registry
 from tests.distributed.launcher import Ranks
 from tests.distributed.shares import warm
 from tests.distributed.tools import TIMEOUT, caught, model, nudge, prints, same, sync

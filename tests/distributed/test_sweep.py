@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import dte_dist
-from dte_dist.codec.index import INDEX_CODECS
-from dte_dist.codec.value import VALUE_CODECS
+from dte_dist.codec.index_codecs import INDEX_CODECS
+from dte_dist.codec.value_codecs import VALUE_CODECS
 from tests.distributed.cases import Case, local_tensor, make_case, same_bits
 from tests.distributed.launcher import Ranks
 

@@ -23,13 +23,13 @@ from torch.distributed.fsdp import fully_shard
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.collectives import registry
-from dte_dist.collectives.sync import Sync
-from dte_dist.engine.receiver import Receiver
 from dte_dist.errors import PeerLost
-from dte_dist.patch import StagedPatch
-from dte_dist.plan.schedule import SEGMENT
-from dte_dist.transport.relay import BucketedBroadcast
+from dte_dist.plan.chunks import SEGMENT
+from dte_dist.sync import registry
+from dte_dist.sync.protocol import Sync
+from dte_dist.sync.receiver import Receiver
+from dte_dist.sync.staging import StagedPatch
+from dte_dist.transport.broadcast import BucketedBroadcast
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, model, nudge, parts_of, prints, same, sync
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dte_dist
-from dte_dist.collectives.work import DeltaWork
+from dte_dist.sync.background import DeltaWork
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught, model, nudge, prints, same, sync
 
@@ -258,10 +258,10 @@ def told(call: Callable[[], Any]) -> tuple[str, str, bool]:
 
 
 PLACES = {
-    "a source looks": (0, "engine/source.py:prepare"), "a source takes over": (0, "change/snapshot.py:advance"),
-    "a source notes": (0, "change/snapshot.py:_noted"), "a source encodes": (1, "engine/lanes.py:add"),
-    "a source has prepared": (0, "collectives/channel.py:_row"), "a receiver begins": (2, "engine/receiver.py:begin"),
-    "a receiver prepares": (3, "collectives/channel.py:prepare"),
+    "a source looks": (0, "sync/source.py:prepare"), "a source takes over": (0, "detect/snapshot.py:advance"),
+    "a source notes": (0, "detect/snapshot.py:_noted"), "a source encodes": (1, "sync/frame_builder.py:add"),
+    "a source has prepared": (0, "sync/channel.py:_row"), "a receiver begins": (2, "sync/receiver.py:begin"),
+    "a receiver prepares": (3, "sync/channel.py:prepare"),
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Real ranks whose tensors lie on two devices: FSDP2 keeps parameters on the CPU, and buffers where it
 computes.
 
-There is one device here: some memory counts as lying on a GPU (`layout.devices` asks for devices in one
+There is one device here: some memory counts as lying on a GPU (`tensors.devices` asks for devices in one
 place, and is told so there). What it takes with a real GPU is in tests/gpu.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dte_dist
-from dte_dist.layout import devices
+from dte_dist.tensors import devices
 from tests.distributed.launcher import Ranks
 from tests.distributed.shares import warm
 from tests.distributed.tools import TIMEOUT, caught, channel_of, digest, same

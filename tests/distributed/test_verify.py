@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dte_dist
 from dte_dist import Layout
-from dte_dist.collectives import verification
-from dte_dist.collectives.channel import Channel
-from dte_dist.collectives.verification import Verifier
 from dte_dist.layout import DTYPES
+from dte_dist.sync import verification
+from dte_dist.sync.channel import Channel
+from dte_dist.sync.verification import Verifier
 from tests.distributed.cases import BITS
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import Rows, caught, model, nudge, parts_of, prints, same, sync

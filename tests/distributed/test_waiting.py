@@ -26,12 +26,13 @@ import torch.distributed as dist
 
 import dte_dist
 from dte_dist import kernels
-from dte_dist.collectives import agreement, opening, registry
-from dte_dist.collectives.exclusive import exclusive
 from dte_dist.engine.payload import Change, write_payload
 from dte_dist.errors import PeerLost
-from dte_dist.transport.groups import Communicator
-from dte_dist.transport.relay import BucketedBroadcast
+from dte_dist.sync import agreement, registry
+from dte_dist.sync import open as opening
+from dte_dist.sync.exclusive import exclusive
+from dte_dist.transport.broadcast import BucketedBroadcast
+from dte_dist.transport.communicator import Communicator
 from tests.distributed.launcher import Outcome, Ranks
 from tests.distributed.tools import caught, facts, model, nudge, prints, same, sync
 

@@ -22,14 +22,14 @@ from tests.examples.conftest import Stage
 from tests.examples.world import WORLD, local, make_mesh, on_ranks
 
 ON_RANKS = (
-    "dte_dist.change.snapshot.Detector",
-    "dte_dist.collectives.api",
-    "dte_dist.collectives.registry",
-    "dte_dist.collectives.work",
+    "dte_dist.detect.snapshot.Detector",
+    "dte_dist.api",
+    "dte_dist.sync.registry",
+    "dte_dist.sync.background",
     "dte_dist.errors",
     "dte_dist.transport.process_group",
-    "dte_dist.transport.rendezvous",
-    "dte_dist.transport.together",
+    "dte_dist.liveness.rendezvous",
+    "dte_dist.transport.all_or_none",
 )
 """Names whose examples need ranks: a name stands for all that begin with it."""
 
@@ -39,8 +39,8 @@ FOUND = {found.name: found for found in docstrings()}
 
 def test_examples_are_found():
     assert len(FOUND) > 100
-    assert "dte_dist.change.snapshot.Detector" in FOUND, "a string below an assignment"
-    assert "dte_dist.plan.transfer.Plan.between" in FOUND, "a class method"
+    assert "dte_dist.detect.snapshot.Detector" in FOUND, "a string below an assignment"
+    assert "dte_dist.plan.transfer_plan.Plan.between" in FOUND, "a class method"
 
 
 def test_a_wrong_example_fails():
@@ -93,7 +93,7 @@ def public_names() -> Iterator[tuple[str, str]]:
     for name in sorted(set(dte_dist.__all__) - {"__version__"}):
         found = getattr(dte_dist, name)
         if name == "Detector":  # a type has no docstring of its own: the string below it is one
-            yield "dte_dist.change.snapshot.Detector", name
+            yield "dte_dist.detect.snapshot.Detector", name
             continue
         origin = f"{found.__module__}.{found.__qualname__}"
         yield origin, name

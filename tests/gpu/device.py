@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors
+from dte_dist.tensors.flat import BITS, FlatTensors
 
 DEVICE = torch.device(os.environ.get("DTE_TEST_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"

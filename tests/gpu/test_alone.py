@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dte_dist
-from dte_dist.transport.groups import Communicator, Membership
+from dte_dist.transport.communicator import Communicator, Membership
 from tests.distributed.launcher import Ranks
 from tests.gpu.device import DEVICE, ON_GPU, begin, random_bits, same_bits, settle, tier
 

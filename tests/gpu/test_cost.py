@@ -24,8 +24,8 @@ from torch import Tensor
 
 import dte_dist
 from dte_dist import kernels
-from dte_dist.change.flat import FlatTensors
-from dte_dist.plan.remap import build_index_maps
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.tensors.flat import FlatTensors
 from tests.distributed.launcher import Ranks
 from tests.gpu.device import DEVICE, ON_GPU, begin, module, settle, tier
 from tests.unit.geometry import whole_space

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import dte_dist
-from dte_dist.change.flat import BITS, FlatTensors
-from dte_dist.change.live import LiveSpace
-from dte_dist.change.snapshot import Snapshot
 from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, PreviousDelta, Segment, read_frame
-from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD
+from dte_dist.codec.header import CHECKSUM_WORD, ENTRY, HEAD
+from dte_dist.detect.live_space import LiveSpace
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.errors import DeltaError
 from dte_dist.kernels import cpu, torch_codecs
 from dte_dist.layout import Block
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.gpu.device import DEVICE, build, content, random_bits, recipes, same_bits, settle, tier
 
 pytestmark = tier

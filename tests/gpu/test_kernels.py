@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops, torch_remap
 from dte_dist.kernels.planes import ef_size
-from dte_dist.plan.remap import build_index_maps
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.gpu.device import DEVICE, FLOATS, PAIRS, content, flats, module, only_gpu, random_bits, settle, tier, waits
 from tests.unit.geometry import pairs_of_spaces, whole_space
 
@@ -344,7 +344,7 @@ def test_translate_place_and_fetch(data) -> None:
 def test_positions_far_beyond_32_bits() -> None:
     """A slot of 2^34 elements costs no memory here: only its tables are looked at."""
     from dte_dist.layout import Cut, cut_block
-    from dte_dist.plan.space import FlatSpace, Piece, Pieces
+    from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 
     shape = (1 << 17, 1 << 17)
     source = FlatSpace.of(2, Pieces.of([Piece(0, 0, cut_block(shape, (4,), (3,), [Cut(0, 0)]))]))

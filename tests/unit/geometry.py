@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from dte_dist.layout import Block, Cut, cut_block
-from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 
 SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 6, 7, 9]), max_size=3).map(tuple)
 

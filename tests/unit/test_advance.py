@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import cpu
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.test_kernels import FLOATS, both, random_bits, widths
 
 GUARD = 70  # elements around an array, more than a block of 64 bytes, that nobody may touch

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS
 from dte_dist.codec import FAST, CodecSelector, FrameHead, FrameWriter, PreviousDelta, read_frame, read_head
-from dte_dist.codec.head import ENTRY, HEAD
-from dte_dist.codec.history import DeltaPositions
-from dte_dist.codec.index import AGAIN, EF, INDEX_CODECS, Again
-from dte_dist.codec.value import VALUE_CODECS, Values
-from dte_dist.engine.joined import merge_segments
+from dte_dist.codec.header import ENTRY, HEAD
+from dte_dist.codec.index_codecs import AGAIN, EF, INDEX_CODECS, Again
+from dte_dist.codec.previous_delta import DeltaPositions
+from dte_dist.codec.value_codecs import VALUE_CODECS, Values
 from dte_dist.errors import FrameError
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 from dte_dist.kernels.planes import bitmap_bytes, ef_size
+from dte_dist.sync.segments import merge_segments
+from dte_dist.tensors.flat import BITS
 from tests.unit import codec_reference as reference
 from tests.unit.test_codec_kernels import lengths, segments
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dte_dist.codec import FAST, CodecSelector
-from dte_dist.codec.index import AGAIN, DENSE, INDEX_CODECS
-from dte_dist.codec.value import RAW, ULP, VALUE_CODECS, Values
+from dte_dist.codec.index_codecs import AGAIN, DENSE, INDEX_CODECS
+from dte_dist.codec.value_codecs import RAW, ULP, VALUE_CODECS, Values
 from tests.unit.test_codec_kernels import some_distances, wide
 
 GIB = float(1 << 30)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dte_dist.change.flat import BITS
-from dte_dist.codec.index import AGAIN, DENSE, EF, INDEX_CODECS
-from dte_dist.codec.value import PLANES, RAW, ULP, VALUE_CODECS, BitPlaneParams, Values
+from dte_dist.codec.index_codecs import AGAIN, DENSE, EF, INDEX_CODECS
+from dte_dist.codec.value_codecs import PLANES, RAW, ULP, VALUE_CODECS, BitPlaneParams, Values
 from dte_dist.errors import FrameError
+from dte_dist.tensors.flat import BITS
 from tests.unit.test_codec_kernels import as_bits, segments, some_distances, wide
 
 SPARSE = [codec for codec in INDEX_CODECS.values() if codec not in {DENSE, AGAIN}]  # for `again` see test_again.py

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import codecs_on, cpu_codecs, torch_codecs
 from dte_dist.kernels.planes import Planes, bitmap_bytes, ef_size
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit import codec_reference as reference
 from tests.unit.test_kernels import bits_of, make_tensors, random_bits, versions
 

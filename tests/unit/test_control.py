@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dte_dist.engine.bounds import check_rows
-from dte_dist.engine.control import NONE, REASONS, SEED_REASONS, ControlRow, Decision, decide
 from dte_dist.errors import FrameError, VersionError, VersionReplay
+from dte_dist.sync.control import NONE, REASONS, SEED_REASONS, ControlRow, Decision, decide
+from dte_dist.sync.row_bounds import check_rows
 
 STREAM, OTHER, PROPOSAL = 77, 88, 99
 FIELDS = len(fields(ControlRow))

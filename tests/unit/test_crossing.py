@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dte_dist import Layout, Plan, remap_delta_indices
 from dte_dist.layout import Block
-from dte_dist.plan.crossing import BatchedIndexMap
+from dte_dist.plan.batched_index_map import BatchedIndexMap
 from dte_dist.plan.parts import elements, landings_of, parts_of
 from tests.unit.geometry import SHAPES, blocks
 

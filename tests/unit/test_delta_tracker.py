@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dte_dist import DeltaTracker, Payload, reconstruct_against_base
-from dte_dist.change.flat import BITS
 from dte_dist.kernels import cpu
+from dte_dist.tensors.flat import BITS
 from tests.unit.test_snapshot import Failing
 
 
@@ -64,8 +64,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.bfloa
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few hundred elements make many segments, ranges and waves."""
     monkeypatch.setattr("dte_dist.engine.tracker.SEGMENT", 32)
-    monkeypatch.setattr("dte_dist.change.snapshot._RANGE_SEGMENTS", 3)
-    monkeypatch.setattr("dte_dist.change.snapshot._BATCH_CHANGES", 50)
+    monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
+    monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 50)
 
 
 class Followed:

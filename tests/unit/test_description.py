@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from dte_dist.collectives.agreement import _check_numbers, _flatten, _unflatten, describe
-from dte_dist.collectives.description import MOST_BYTES, Description, check_counts
-from dte_dist.collectives.options import ChannelOptions
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import WHOLE, Cut, Entry, Layout, Manifest, MeshSpec, Placement
+from dte_dist.options import ChannelOptions
+from dte_dist.sync.agreement import _check_numbers, _flatten, _unflatten, describe
+from dte_dist.sync.description import MOST_BYTES, Description, check_counts
 
 SIZE = 4
 LARGE = 1 << 60

@@ -1,6 +1,6 @@
 """Unit tier, no ranks: tensors of a rank on two devices, and what stands in for those that are away.
 
-There is one device here. `FAR` is memory that counts as lying on a GPU: `layout.devices` asks for devices in
+There is one device here. `FAR` is memory that counts as lying on a GPU: `tensors.devices` asks for devices in
 one place only, and is told so there. What is really copied across, and how a real GPU is waited for, is in
 tests/gpu.
 """
@@ -24,10 +24,11 @@ from dte_dist import (
     Plan,
     reconstruct_against_base,
 )
-from dte_dist.change.fingerprint import Fingerprint
-from dte_dist.engine.chain import NONE
-from dte_dist.layout import brought_home, devices, home_of, one_device
-from dte_dist.layout.devices import StandIns
+from dte_dist.detect.fingerprint import Fingerprint
+from dte_dist.layout import brought_home, home_of, one_device
+from dte_dist.sync.version import NONE
+from dte_dist.tensors import devices
+from dte_dist.tensors.devices import StandIns
 from tests.unit.test_delta_engine import random_bits
 from tests.unit.test_states import Pair, bits, same_bits
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change import digest as module
-from dte_dist.change.digest import digests, own_digests
-from dte_dist.change.flat import BITS, FlatTensors
-from dte_dist.change.live import LiveSpace
+from dte_dist.detect import digest as module
+from dte_dist.detect.digest import digests, own_digests
+from dte_dist.detect.live_space import LiveSpace
 from dte_dist.kernels import Identity, cpu_remap, torch_remap
 from dte_dist.layout import Block
-from dte_dist.plan.remap import build_index_maps
-from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import SHAPES, blocks, mesh_blocks, pairs_of_spaces, whole_space
 from tests.unit.test_kernels import bits_of, make_tensors, random_bits
 from tests.unit.test_remap import space_of, target_of

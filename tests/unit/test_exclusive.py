@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from dte_dist import Layout
-from dte_dist.collectives import exclusive as module
-from dte_dist.collectives.exclusive import exclusive
+from dte_dist.sync import exclusive as module
+from dte_dist.sync.exclusive import exclusive
 from tests.unit.interrupts import Interrupt, at_every_line, interrupted
 
 SOON = 30.0
 """Seconds within which a thread surely comes to its turn."""
 
-FILES = ("collectives/exclusive.py", "contextlib.py")
+FILES = ("sync/exclusive.py", "contextlib.py")
 
 
 class Inside:

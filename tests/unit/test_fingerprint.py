@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.change.fingerprint import Fingerprint, external_writes
-from dte_dist.change.flat import BITS, FlatTensors
+from dte_dist.detect.fingerprint import Fingerprint, external_writes
 from dte_dist.kernels import Identity, cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops, torch_remap
 from dte_dist.layout import Layout, LiveTensors
-from dte_dist.plan.remap import build_index_maps
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import homes, pairs_of_spaces
 from tests.unit.test_kernels import make_tensors, random_bits
 from tests.unit.test_remap import target_of

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS
 from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, Segment, read_frame, read_head
-from dte_dist.codec.head import CHECKSUM_WORD, ENTRY, HEAD
+from dte_dist.codec.header import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.errors import FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
+from dte_dist.tensors.flat import BITS
 
 EXPECT = FrameHead(schema=2**64 - 1, lineage=2**63 + 5, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000)
 HOSTILE = [0, 1, 2, 3, 7, 8, 0x7FFF, 0xFFFF, 65536, 2**28, 2**28 + 1, 2**31 - 1, 2**31, 2**32 - 8, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS
 from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, Segment, dense_size, read_frame
-from dte_dist.codec.head import ENTRY, HEAD
-from dte_dist.codec.index import INDEX_CODECS
-from dte_dist.codec.value import VALUE_CODECS
+from dte_dist.codec.header import ENTRY, HEAD
+from dte_dist.codec.index_codecs import INDEX_CODECS
+from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.errors import FrameError, VersionError
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
+from dte_dist.tensors.flat import BITS
 from tests.unit.test_frame import HOSTILE, seal
 
 PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]

@@ -22,16 +22,8 @@ import torch
 from torch import Tensor
 
 from dte_dist import Payload, kernels
-from dte_dist.change.flat import BITS
 from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, PreviousDelta, Segment, read_frame, read_head
-from dte_dist.codec.head import CHECKSUM_WORD
-from dte_dist.collectives.agreement import _check_numbers, _unflatten, describe
-from dte_dist.collectives.description import Description as RankDescription
-from dte_dist.collectives.description import check_counts
-from dte_dist.collectives.options import ChannelOptions
-from dte_dist.collectives.sync import Sync, _check_calls
-from dte_dist.engine.bounds import check_rows
-from dte_dist.engine.control import NONE, ControlRow, common_version, decide
+from dte_dist.codec.header import CHECKSUM_WORD
 from dte_dist.engine.payload import (
     HEADER,
     MAGIC,
@@ -44,16 +36,24 @@ from dte_dist.engine.payload import (
 from dte_dist.errors import FrameError, PeerLost, from_wire, to_wire
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
-from dte_dist.transport.board import Verdict
+from dte_dist.liveness.board import Verdict
+from dte_dist.liveness.notes import read_note
+from dte_dist.liveness.places import Place
+from dte_dist.liveness.presence import Process
+from dte_dist.liveness.rendezvous import _said
+from dte_dist.options import ChannelOptions
+from dte_dist.sync.agreement import _check_numbers, _unflatten, describe
+from dte_dist.sync.control import NONE, ControlRow, common_version, decide
+from dte_dist.sync.description import Description as RankDescription
+from dte_dist.sync.description import check_counts
+from dte_dist.sync.protocol import Sync, _check_calls
+from dte_dist.sync.row_bounds import check_rows
+from dte_dist.tensors.flat import BITS
+from dte_dist.transport.all_or_none import AgreedError
 from dte_dist.transport.guard import guard_of
-from dte_dist.transport.notes import read_note
 from dte_dist.transport.packing import Arrival, Incoming, Packed, piece_sizes
 from dte_dist.transport.packing import Description as PayloadDescription
-from dte_dist.transport.places import Place
-from dte_dist.transport.presence import Process
 from dte_dist.transport.process_group import _check_rows
-from dte_dist.transport.rendezvous import _said
-from dte_dist.transport.together import AgreedError
 from tests.unit.fuzzing import EXTREMES, damage_bytes, damage_json, fuzz, limited_memory
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dte_dist import remap_delta_indices
 from dte_dist.layout import Block, Cut, cut_block
-from dte_dist.plan import indices as module
+from dte_dist.plan import delta_indices as module
 from tests.unit.geometry import SHAPES, blocks, global_index, local_index
 
 some = settings(max_examples=200, deadline=None)

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from dte_dist import DeltaTracker, Payload, reconstruct_against_base
-from dte_dist.change import snapshot as module
-from dte_dist.change.snapshot import Detector
 from dte_dist.codec import CodecSelector
-from dte_dist.engine.chain import NONE, VersionState
-from dte_dist.engine.control import OTHER_CHANNEL, WRITTEN
+from dte_dist.detect import snapshot as module
+from dte_dist.detect.snapshot import Detector
 from dte_dist.report import Phases
+from dte_dist.sync.control import OTHER_CHANNEL, WRITTEN
+from dte_dist.sync.version import NONE, VersionState
 from tests.unit.interrupts import Interrupt, at_every_line
 from tests.unit.test_snapshot import exact
 from tests.unit.test_states import STREAM, Pair, same_bits
 
 FILES = (
-    "change/snapshot.py", "engine/source.py", "engine/chain.py", "codec/history.py", "engine/receiver.py", "patch/staged.py",
+    "detect/snapshot.py", "sync/source.py", "sync/version.py", "codec/previous_delta.py", "sync/receiver.py", "sync/staging.py",
     "engine/tracker.py",
 )  # fmt: skip
 """All that holds something between syncs."""
@@ -460,6 +460,6 @@ def test_the_interrupts_of_these_tests_are_such_as_a_signal_handler_raises() -> 
     assert len(places) > 60 and {where.split(":")[0] for where in places} >= {
         "snapshot.py",
         "source.py",
-        "chain.py",
-        "history.py",
+        "version.py",
+        "previous_delta.py",
     }

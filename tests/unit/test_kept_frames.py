@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.plan.schedule import FrameSlot
+from dte_dist.plan.chunks import FrameSlot
 from dte_dist.report import Phases
-from dte_dist.transport import relay
+from dte_dist.transport import broadcast as relay
+from dte_dist.transport.broadcast import BucketedBroadcast
 from dte_dist.transport.buffers import Buffers, Frame
-from dte_dist.transport.exchange import PairwiseExchange
-from dte_dist.transport.relay import BucketedBroadcast
+from dte_dist.transport.p2p import PairwiseExchange
 
 Posts = dict[tuple[int, int], deque[Tensor]]
 Taken = list[tuple[int, int, Tensor, Tensor]]

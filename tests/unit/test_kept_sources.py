@@ -8,12 +8,12 @@ import weakref
 import torch
 from torch import nn
 
-from dte_dist.collectives import kept
-from dte_dist.engine.source import Source
 from dte_dist.layout import Layout
+from dte_dist.plan.chunks import ChunkPlan
 from dte_dist.plan.model_map import ModelMap, RankLayout
-from dte_dist.plan.schedule import ChunkPlan
 from dte_dist.report import Phases
+from dte_dist.sync import retained_state as kept
+from dte_dist.sync.source import Source
 
 
 def source(names: str = "wv", rows: int = 4, *, first: bool = True) -> tuple[Source, ModelMap]:

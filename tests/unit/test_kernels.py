@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import cpu, torch_ops
 from dte_dist.kernels.table import addresses_of
+from dte_dist.tensors.flat import BITS, FlatTensors
 
 FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 STRIDED = {3, 5, 6}

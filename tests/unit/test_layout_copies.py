@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from dte_dist.change.fingerprint import Fingerprint, external_writes
+from dte_dist.detect.fingerprint import Fingerprint, external_writes
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout, LiveTensors, fsdp1
-from dte_dist.layout.copies import is_clone, only_here
+from dte_dist.layout.untrained_copies import is_clone, only_here
 
 HELD = torch.zeros(4)
 ARRAY = np.zeros(4, np.float32)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dte_dist.collectives.letters import INLINE_BYTES, InlineFrames
+from dte_dist.sync.inline_frames import INLINE_BYTES, InlineFrames
 
 
 def test_nothing_fits_before_the_first_delta_but_nothing() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors
-from dte_dist.change.live import LiveSpace
-from dte_dist.change.snapshot import Snapshot
+from dte_dist.detect.live_space import LiveSpace
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.kernels import cpu, cpu_arrays, loops, torch_ops
+from dte_dist.tensors.flat import BITS, FlatTensors
 
 both = pytest.mark.parametrize("kernel", [cpu, torch_ops], ids=["cpu", "torch_ops"])
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dte_dist.errors import LayoutMismatch
 from dte_dist.kernels.cpu_remap import translate
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
+from dte_dist.plan.aliases import Aliases, aliased_entries
+from dte_dist.plan.index_map import build_index_maps
 from dte_dist.plan.model_map import ModelMap, RankLayout, Slot
-from dte_dist.plan.remap import build_index_maps
-from dte_dist.plan.ties import Aliases, aliased_entries
 from tests.unit.geometry import SHAPES
 
 ROWS = Placement(mesh=0, cuts=(Cut(0, 0),))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from dte_dist.collectives.options import ChannelOptions, layout_of, wire_types
 from dte_dist.layout import Layout
+from dte_dist.options import ChannelOptions, layout_of, wire_types
 
 
 def differences(name: str, one: Any, other: Any) -> list[str]:

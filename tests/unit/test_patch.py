@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.codec import Segment
 from dte_dist.kernels import cpu, cpu_arrays, cpu_codecs, cpu_remap, threads, torch_codecs, torch_ops, torch_remap
 from dte_dist.layout import Block
-from dte_dist.patch import StagedPatch, Target
-from dte_dist.plan.remap import IndexMap, build_index_maps
-from dte_dist.plan.space import FlatSpace
+from dte_dist.plan.flat_space import FlatSpace
+from dte_dist.plan.index_map import IndexMap, build_index_maps
+from dte_dist.sync.staging import StagedPatch, Target
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import homes, pairs_of_spaces, whole_space
 from tests.unit.test_remap import content, random_bits, space_of, target_of
 

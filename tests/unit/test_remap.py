@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.codec import Segment
 from dte_dist.kernels import cpu_remap, torch_codecs, torch_remap
 from dte_dist.layout import Block, Cut, cut_block
-from dte_dist.patch import StagedPatch, Target
-from dte_dist.plan.remap import build_index_maps
-from dte_dist.plan.schedule import SEGMENT
-from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from dte_dist.plan.chunks import SEGMENT
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.sync.staging import StagedPatch, Target
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import global_index, homes, local_index, pairs_of_spaces, whole_space
 
 KERNELS = [cpu_remap, torch_remap]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dte_dist.errors import FrameError
-from dte_dist.transport.groups import Communicator, Membership
+from dte_dist.transport.communicator import Communicator, Membership
 from dte_dist.transport.guard import DamagedRow
 
 MEMBERS = (1, 2, 4)

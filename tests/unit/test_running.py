@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dte_dist.collectives import running
-from dte_dist.collectives.work import DeltaWork
 from dte_dist.errors import FrameError
+from dte_dist.sync import in_flight as running
+from dte_dist.sync.background import DeltaWork
 
 REPORT: Any = object()
 

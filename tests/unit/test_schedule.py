@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dte_dist.plan.schedule import SEGMENT, Chunk, ChunkPlan, FrameSlot, pack_buckets
+from dte_dist.plan.chunks import SEGMENT, Chunk, ChunkPlan, FrameSlot, pack_buckets
 
 WIDTHS = [1, 2, 4, 8]
 TOTALS = st.dictionaries(st.integers(0, 5), st.dictionaries(st.sampled_from(WIDTHS), st.integers(0, 3000)), min_size=1)

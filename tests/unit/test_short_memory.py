@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.errors import FrameError, SyncFailed
-from dte_dist.plan.schedule import FrameSlot
+from dte_dist.plan.chunks import FrameSlot
 from dte_dist.report import Phases
-from dte_dist.transport import relay
+from dte_dist.transport import broadcast as relay
+from dte_dist.transport.broadcast import BucketedBroadcast
 from dte_dist.transport.buffers import Buffers, explain_memory
-from dte_dist.transport.exchange import PairwiseExchange
-from dte_dist.transport.relay import BucketedBroadcast
+from dte_dist.transport.p2p import PairwiseExchange
 from tests.unit.test_kept_frames import SIZES, Posts, Taken, Wire, as_sent, check, frame_of
 
 CPU = torch.device("cpu")

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.change.flat import FlatTensors
-from dte_dist.change.live import LiveSpace
-from dte_dist.change.snapshot import Snapshot
 from dte_dist.codec import CodecSelector
-from dte_dist.engine.chain import SyncStep
-from dte_dist.engine.lanes import BroadcastLanes
+from dte_dist.detect.live_space import LiveSpace
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.kernels import torch_codecs
-from dte_dist.plan.schedule import SEGMENT, ChunkPlan
+from dte_dist.plan.chunks import SEGMENT, ChunkPlan
+from dte_dist.sync.frame_builder import BroadcastLanes
+from dte_dist.sync.version import SyncStep
+from dte_dist.tensors.flat import FlatTensors
 
 DATA = Path(__file__).parents[1] / "data" / "adamw_steps.npz"
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change import snapshot as module
-from dte_dist.change.flat import BITS, FlatTensors
-from dte_dist.change.live import LiveSpace
-from dte_dist.change.snapshot import Changed, Detector, Snapshot
+from dte_dist.detect import snapshot as module
+from dte_dist.detect.live_space import LiveSpace
+from dte_dist.detect.snapshot import Changed, Detector, Snapshot
 from dte_dist.kernels import cpu, torch_ops
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.interrupts import at_every_line
 from tests.unit.test_advance import PATTERNS, changed_from, make
 from tests.unit.test_kernels import FLOATS
@@ -419,7 +419,7 @@ def test_a_refresh_cannot_be_undone(kernel: Any, small: None) -> None:
 
 # Interrupts --------------------------------------------------------------------------------------------------------------
 
-FILE = "change/snapshot.py"
+FILE = "detect/snapshot.py"
 
 
 class Restart:

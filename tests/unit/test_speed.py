@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dte_dist.transport.relay import PIECE, BucketedBroadcast
-from dte_dist.transport.speed import LinkSpeed
+from dte_dist.transport.broadcast import PIECE, BucketedBroadcast
+from dte_dist.transport.link_speed import LinkSpeed
 
 MIB = 1 << 20
 

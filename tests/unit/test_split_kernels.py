@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.kernels import cpu, cpu_arrays, cpu_codecs, cpu_remap, threads
 from dte_dist.layout import Block
-from dte_dist.plan.remap import build_index_maps
-from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.test_advance import PATTERNS, changed_from, check, make, space_of
 from tests.unit.test_kernels import FLOATS, bits_of, make_tensors, random_bits, versions
 

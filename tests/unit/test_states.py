@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.change import snapshot
-from dte_dist.change.snapshot import Detector
 from dte_dist.codec import FrameHead, FrameWriter
-from dte_dist.codec.index import INDEX_CODECS
-from dte_dist.codec.value import VALUE_CODECS
-from dte_dist.engine.chain import NONE, SyncStep
-from dte_dist.engine.receiver import Receiver
-from dte_dist.engine.source import Source, dense_frame_bytes, max_frame_bytes
+from dte_dist.codec.index_codecs import INDEX_CODECS
+from dte_dist.codec.value_codecs import VALUE_CODECS
+from dte_dist.detect import snapshot
+from dte_dist.detect.snapshot import Detector
 from dte_dist.errors import FrameError, LayoutMismatch, VersionError, VersionGap, VersionReplay, VersionRestart
 from dte_dist.kernels import cpu
 from dte_dist.layout import Layout
+from dte_dist.plan.chunks import SEGMENT, Chunk, ChunkPlan
 from dte_dist.plan.model_map import ModelMap, RankLayout, WireTypes
-from dte_dist.plan.schedule import SEGMENT, Chunk, ChunkPlan
 from dte_dist.report import Phases
+from dte_dist.sync.receiver import Receiver
+from dte_dist.sync.source import Source, dense_frame_bytes, max_frame_bytes
+from dte_dist.sync.version import NONE, SyncStep
 from tests.unit.test_snapshot import Failing
 
 Tamper = Callable[[list[Tensor]], list[Tensor]]
@@ -469,7 +469,7 @@ def frame_of(pair: Pair, number: int, parts: list[tuple[int, Tensor | None, Tens
     """A seed frame that a source would not make, of segments (first, positions, bits)."""
     writer = FrameWriter(pair.head(pair.chunks[number], base=NONE, version=version), "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dte_dist.codec.choose.CodecSelector.select", lambda *of, **how: (INDEX_CODECS[1], VALUE_CODECS[0], False))
+        patch.setattr("dte_dist.codec.selector.CodecSelector.select", lambda *of, **how: (INDEX_CODECS[1], VALUE_CODECS[0], False))
         for first, positions, values in parts:
             if positions is None:
                 writer.add_dense(first, values)

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.change.flat import FlatTensors
 from dte_dist.codec import CodecSelector, PreviousDelta, read_frame, read_head
-from dte_dist.engine.chain import NONE, SyncStep
-from dte_dist.engine.lanes import Lane, Lanes, P2PLanes, lane_step
 from dte_dist.errors import FrameError
 from dte_dist.layout import Block
-from dte_dist.patch import StagedPatch, Target
-from dte_dist.plan.pairs import pair_spaces
-from dte_dist.plan.remap import build_index_maps
-from dte_dist.plan.schedule import ChunkPlan
-from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from dte_dist.plan.chunks import ChunkPlan
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.plan.intersections import pair_spaces
 from dte_dist.report import Phases
+from dte_dist.sync.frame_builder import Lane, Lanes, P2PLanes, lane_step
+from dte_dist.sync.staging import StagedPatch, Target
+from dte_dist.sync.version import NONE, SyncStep
+from dte_dist.tensors.flat import FlatTensors
 from tests.unit.test_states import SCHEMA, STREAM, Pair, same_bits
 
 DATA = Path(__file__).parents[1] / "data" / "adamw_steps.npz"

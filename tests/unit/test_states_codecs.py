@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.change.flat import BITS, FlatTensors
 from dte_dist.codec import CodecSelector, Segment, read_frame
-from dte_dist.codec.index import INDEX_CODECS
-from dte_dist.codec.value import VALUE_CODECS
-from dte_dist.engine.chain import NONE, SyncStep
-from dte_dist.engine.lanes import Lane, P2PLanes, lane_step
+from dte_dist.codec.index_codecs import INDEX_CODECS
+from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.kernels import cpu_codecs, torch_codecs
 from dte_dist.layout import Block
-from dte_dist.patch import StagedPatch, Target
-from dte_dist.plan.pairs import pair_spaces
-from dte_dist.plan.remap import build_index_maps
-from dte_dist.plan.schedule import ChunkPlan
-from dte_dist.plan.space import FlatSpace, Piece, Pieces
+from dte_dist.plan.chunks import ChunkPlan
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.plan.intersections import pair_spaces
 from dte_dist.report import Phases
+from dte_dist.sync.frame_builder import Lane, P2PLanes, lane_step
+from dte_dist.sync.staging import StagedPatch, Target
+from dte_dist.sync.version import NONE, SyncStep
+from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.test_states import SCHEMA, Pair, same_bits
 
 PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]
@@ -36,10 +36,10 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, tor
 def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many frames in a wave."""
     if request.param == "in many waves":
-        monkeypatch.setattr("dte_dist.change.snapshot._RANGE_SEGMENTS", 3)
-        monkeypatch.setattr("dte_dist.change.snapshot._BATCH_CHANGES", 150)
-        monkeypatch.setattr("dte_dist.plan.schedule.SEGMENT", 64)
-        monkeypatch.setattr("dte_dist.engine.source.SEGMENT", 64)
+        monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
+        monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 150)
+        monkeypatch.setattr("dte_dist.plan.chunks.SEGMENT", 64)
+        monkeypatch.setattr("dte_dist.sync.source.SEGMENT", 64)
 
 
 def chooser_of(codec: str) -> CodecSelector:

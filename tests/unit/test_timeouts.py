@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dte_dist import DeltaEngine, LoopbackTransport, Payload, PeerLost, ProcessGroupTransport, delta_broadcast
-from dte_dist.collectives.options import ChannelOptions
+from dte_dist.options import ChannelOptions
 from dte_dist.transport.base import TIMEOUT, check_timeout
 
 GOOD = {3: 3.0, 0.001: 0.001, 1e9: 1e9, timedelta(minutes=2): 120.0, timedelta(milliseconds=1): 0.001}

@@ -1,4 +1,4 @@
-"""Every rank or no rank: `transport/together.py` over real gloo groups, each rank a thread of this process."""
+"""Every rank or no rank: `transport/all_or_none.py` over real gloo groups, each rank a thread of this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from dte_dist.errors import ChannelClosed, FrameError, LayoutMismatch, PeerLost, VersionGap
-from dte_dist.transport.groups import Communicator, Membership
-from dte_dist.transport.together import (
+from dte_dist.liveness.watch import Watch
+from dte_dist.transport.all_or_none import (
     AgreedError,
     agreed,
     capture,
@@ -25,7 +25,7 @@ from dte_dist.transport.together import (
     raise_if_any,
     raise_together,
 )
-from dte_dist.transport.watch import Watch
+from dte_dist.transport.communicator import Communicator, Membership
 
 MEMBERS = (1, 2, 4)
 SIZE = 5

@@ -27,14 +27,14 @@ import dte_dist
 from dte_dist import kernels
 from dte_dist.errors import OrderMismatch, PeerLost
 from dte_dist.kernels import warming
-from dte_dist.transport import lookout
-from dte_dist.transport import watch as watch_module
-from dte_dist.transport.board import Board, Verdict, late, names
-from dte_dist.transport.deadline import Deadline, within
-from dte_dist.transport.places import Place, Places, crossing, wait_for_each_other
-from dte_dist.transport.presence import Process
-from dte_dist.transport.rendezvous import Membership, PatientStore, _absent, call_roll
-from dte_dist.transport.watch import Watch
+from dte_dist.liveness import lookout
+from dte_dist.liveness import watch as watch_module
+from dte_dist.liveness.board import Board, Verdict, late, names
+from dte_dist.liveness.deadline import Deadline, within
+from dte_dist.liveness.places import Place, Places, crossing, wait_for_each_other
+from dte_dist.liveness.presence import Process
+from dte_dist.liveness.rendezvous import Membership, PatientStore, _absent, call_roll
+from dte_dist.liveness.watch import Watch
 
 SOON = 20.0
 
@@ -95,7 +95,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 def seen(pid: int) -> Process:
     """Return a process as it would describe itself."""
-    from dte_dist.transport import presence
+    from dte_dist.liveness import presence
 
     return Process(presence._machine(), pid, int(presence._stat(pid)[presence._STARTED]))
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.engine.chain import NONE
-from dte_dist.engine.control import INVALIDATED, OTHER_CHANNEL, WRITTEN
 from dte_dist.errors import DeltaError
-from dte_dist.patch import StagedPatch
 from dte_dist.report import Phases
+from dte_dist.sync.control import INVALIDATED, OTHER_CHANNEL, WRITTEN
+from dte_dist.sync.staging import StagedPatch
+from dte_dist.sync.version import NONE
 from tests.unit.test_states import STREAM, Pair, same_bits, weights
 
 Disturb = Callable[[dict[str, Tensor]], None]

@@ -1,0 +1,150 @@
+"""Descriptions taken apart again: what another rank said of itself, checked before anything of it is used.
+
+A description is three int64 lengths and three parts: JSON, the manifest of the module, and the manifest of
+`into` or nothing. All ranks read the same bytes (`Communicator.share` guards them), so what is wrong with them is the
+same error on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+
+from dte_dist.errors import LayoutMismatch
+from dte_dist.layout import DTYPES, Manifest
+from dte_dist.options import ChannelOptions
+from dte_dist.plan.model_map import WireTypes
+
+__all__ = ["MOST_BYTES", "Description", "check_counts"]
+
+MOST_BYTES: Final = 1 << 28
+"""Most bytes of a description: two manifests of the most text that they may have, and dtypes by name."""
+
+_HEAD: Final = 24
+_SAME: Final = "run the same version of dte_dist on every rank"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Description:
+    """What one rank, and every rank that is placed like it, says of itself.
+
+    Attributes:
+        options: those that all ranks must say alike, see `ChannelOptions.shared`.
+        wire: on a source, the dtypes to send.
+        partial: a receiver asks for some of the slots only.
+        nccl: the rank can send its data over NCCL.
+        trained: whether the module is trained, and whether the one to receive into is.
+        manifest: of the module.
+        into: of the module to receive into, if there is another.
+    """
+
+    options: dict[str, Any]
+    wire: WireTypes
+    partial: bool
+    nccl: bool
+    trained: tuple[bool, bool]
+    manifest: Manifest
+    into: Manifest | None
+
+    @classmethod
+    def parse(cls, data: bytes, *, rank: int, size: int) -> Description:
+        """Read a description.
+
+        Args:
+            data: as `describe` wrote it.
+            rank: who wrote it, for errors.
+            size: ranks in the group.
+
+        Raises:
+            LayoutMismatch: something in it is not sound; names the rank.
+        """
+        try:
+            return cls._read(data, size)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, LayoutMismatch) as error:
+            text = str(error)[:400]
+            raise LayoutMismatch(
+                f"the description of a rank is not sound: {text}", ranks=[rank], hint=_SAME
+            ) from error
+
+    @classmethod
+    def _read(cls, data: bytes, size: int) -> Description:
+        head, manifest, into = _parts(data)
+        said = json.loads(head)
+        if not isinstance(said, dict) or said.keys() != {"options", "wire", "partial", "nccl", "trained"}:
+            raise ValueError("its JSON has other keys")
+        own, other = said["trained"]
+        if any(type(flag) is not bool for flag in (said["partial"], said["nccl"], own, other)):
+            raise ValueError("partial, nccl or trained is neither true nor false")
+        _check_options(said["options"], size)
+        first, second = Manifest.from_bytes(manifest), Manifest.from_bytes(into) if into else None
+        wire, flags = _wire(said["wire"]), (said["partial"], said["nccl"])
+        return cls(said["options"], wire, *flags, (own, other), first, second)
+
+    @property
+    def manifests(self) -> tuple[Manifest | None, Manifest | None]:
+        """Of the module, and of the one to receive into."""
+        return self.manifest, self.into
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the coordinates of a rank are, on all meshes of both manifests."""
+        return sum(
+            len(mesh.shape) for manifest in self.manifests if manifest is not None for mesh in manifest.meshes
+        )
+
+
+def check_counts(sizes: Sequence[int]) -> None:
+    """Refuse sizes that no description can have, before anyone makes room for them.
+
+    Raises:
+        LayoutMismatch: names the rank and the number.
+    """
+    for rank, size in enumerate(sizes):
+        if not _HEAD <= size <= MOST_BYTES:
+            expected = f"{_HEAD} to {MOST_BYTES} bytes"
+            raise LayoutMismatch(
+                "a description cannot have this size", ranks=[rank], expected=expected, got=size, hint=_SAME
+            )
+
+
+def _parts(data: bytes) -> tuple[bytes, bytes, bytes]:
+    if len(data) < _HEAD:
+        raise ValueError(f"it has {len(data)} bytes")
+    sizes = np.frombuffer(data[:_HEAD], np.int64).tolist()
+    if min(sizes) < 0 or sum(sizes) != len(data) - _HEAD:
+        raise ValueError(f"its parts have {', '.join(map(str, sizes))} bytes, all of it {len(data)}")
+    first, second = _HEAD + sizes[0], _HEAD + sizes[0] + sizes[1]
+    return data[_HEAD:first], data[first:second], data[second:]
+
+
+def _check_options(said: Any, size: int) -> None:
+    """Check that options are some that a call can have."""
+    if not isinstance(said, dict) or said.keys() != ChannelOptions().shared().keys():
+        raise ValueError("its options are others")
+    sources, timeout = said["src"], said["timeout"]
+    if sources is not None and not (
+        isinstance(sources, list) and sources
+        and all(type(rank) is int and 0 <= rank < size for rank in sources)
+        and len(set(sources)) == len(sources)
+    ):  # fmt: skip
+        raise ValueError(f"its sources are not different ranks of a group of {size}")
+    if type(timeout) not in (int, float):
+        raise ValueError("its timeout is no number")
+    ChannelOptions(
+        timeout=timedelta(seconds=timeout), **{name: said[name] for name in said.keys() - {"src", "timeout"}}
+    )
+
+
+def _wire(said: Any) -> WireTypes:
+    if said is None or said == "receiver":
+        return said
+    if not isinstance(said, dict) or not all(
+        isinstance(dtype, str) and dtype in DTYPES for dtype in said.values()
+    ):
+        raise ValueError("its wire dtypes are no element types by name")
+    return said
