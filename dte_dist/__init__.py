@@ -1,4 +1,6 @@
-"""dte_dist: the collective that keeps rollout ranks bit-identical to training ranks by moving only changed elements."""
+"""dte_dist: the collective that keeps rollout ranks bit-identical to training ranks by moving only changed
+elements.
+"""
 
 from pathlib import Path
 

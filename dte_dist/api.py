@@ -39,14 +39,21 @@ _log = logging.getLogger(__name__)
 
 @overload
 def delta_broadcast(
-    module: Module, group: Group | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
+    module: Module,
+    group: Group | None = ...,
+    src: Ranks | None = ...,
+    async_op: Literal[False] = ...,
     **options: Unpack[OptionKeywords],
-) -> SyncReport: ...  # fmt: skip
+) -> SyncReport: ...
 @overload
 def delta_broadcast(
-    module: Module, group: Group | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
+    module: Module,
+    group: Group | None = ...,
+    src: Ranks | None = ...,
+    *,
+    async_op: Literal[True],
     **options: Unpack[OptionKeywords],
-) -> DeltaWork: ...  # fmt: skip
+) -> DeltaWork: ...
 def delta_broadcast(
     module: Module,
     group: Group | None = None,
@@ -70,45 +77,51 @@ def delta_broadcast(
     codec: str = "auto",
     ratio: float = 1.0,
 ) -> SyncReport | DeltaWork:
-    """Make the receivers' copy of a module bit-identical to the sources', moving only what changed since the last call.
+    """Make the receivers' copy of a module bit-identical to the sources', moving only what changed since the
+    last call.
 
     A collective: every rank of `group` must call, each with its own module; the modules may be sharded quite
-    differently. The first call opens a channel and seeds the receivers with everything. Each later call raises the version.
+    differently. The first call opens a channel and seeds the receivers with everything. Each later call
+    raises the version.
 
     Args:
-        module: on sources the trained module, on receivers the copy; any mixture of plain tensors and DTensors. A `Layout`
-            describes weights that are no module.
+        module: on sources the trained module, on receivers the copy; any mixture of plain tensors and
+            DTensors. A `Layout` describes weights that are no module.
         group: process group of sources and receivers, or a DeviceMesh of one dimension; None is the world.
-        src: the sources, as ranks of the world (one, several, or a DeviceMesh), the first being the root that relays. Default:
-            the ranks that share a mesh with rank 0 of the group; rank 0 alone if its module has no mesh.
+        src: the sources, as ranks of the world (one, several, or a DeviceMesh), the first being the root that
+            relays. Default: the ranks that share a mesh with rank 0 of the group; rank 0 alone if its module
+            has no mesh.
         async_op: return a `DeltaWork` as soon as the bits to send are safe from the optimizer.
         group_src: the sources as ranks of the group, instead of `src`.
-        version: number of the version this call makes, greater than the last; default: the last plus one. All sources must
-            agree; receivers may leave it out.
-        mode: "delta", or "full" to send everything: from the sources to all receivers if any source says so, to this rank alone
-            if a mere receiver does.
+        version: number of the version this call makes, greater than the last; default: the last plus one. All
+            sources must agree; receivers may leave it out.
+        mode: "delta", or "full" to send everything: from the sources to all receivers if any source says so,
+            to this rank alone if a mere receiver does.
         into: on a rank that is both, the module to receive into. On a mere receiver it stands for `module`.
-        wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One dtype for all
-            floating-point tensors, a mapping by name, a function of (name, dtype), or "receiver": whatever the receivers hold.
-            A dtype may be given by its name: "bf16", "bfloat16", "fp16", "float16", "half", "fp32",
-            "float32", "float".
-            Default: the dtype of the sources.
+        wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One
+            dtype for all floating-point tensors, a mapping by name, a function of (name, dtype), or
+            "receiver": whatever the receivers hold. A dtype may be given by its name: "bf16", "bfloat16",
+            "fp16", "float16", "half", "fp32", "float32", "float". Default: the dtype of the sources.
         select: names to sync, as one or several fnmatch patterns or a function of the name. A receiver that
             passes it may hold part of the model. It must choose some tensor, unless the module has none.
         rename: function from this rank's names to the names all ranks agree on.
         detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`.
         anchor_interval: send everything after so many deltas.
-        verify_interval: compare digests of all copies after so many versions, as `dte_dist.verify` does; see `report.verified`.
+        verify_interval: compare digests of all copies after so many versions, as `dte_dist.verify` does; see
+            `report.verified`.
         bucket_bytes: bytes that travel at once; a source and a receiver each hold two buckets.
         timeout: seconds (or timedelta) that any one wait for another rank may take.
         name: of the channel, 1 to 200 characters, the same on all ranks. Give one to each of several modules
             of one shape that are synchronised over one group: ranks that open the channels in another order
             are refused then. Without names their modules would be swapped.
-        route: "broadcast" over the root; "p2p" from shard to shard, as `delta_p2p`; or "auto", whichever moves fewer bytes through
+        route: "broadcast" over the root; "p2p" from shard to shard, as `delta_p2p`; or "auto", whichever
+            moves fewer bytes through
             the busiest rank: `report.route` and `report.route_reason` say which and why.
-        codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" for the less time at the speed the links have
-            shown, or a pair such as "ef+planes"; see docs/protocol.md. Receivers read all.
-        ratio: on sources, changes are sent as changes where they take less than `ratio` times the bytes of everything around them.
+        codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" for the less time
+            at the speed the links have shown, or a pair such as "ef+planes"; see docs/protocol.md. Receivers
+            read all.
+        ratio: on sources, changes are sent as changes where they take less than `ratio` times the bytes of
+            everything around them.
 
     Returns:
         A `SyncReport`, or with async_op a `DeltaWork` whose `wait` returns it.
@@ -118,7 +131,8 @@ def delta_broadcast(
         LayoutMismatch: the ranks do not describe the same model, or disagree on an option; on every rank.
         VersionError: the version is not newer; on every rank.
         PeerLost: a rank died or did not answer; on every survivor. Call again with a group of the survivors.
-        ApplyFailed: a rank failed after the vote, while writing; on every rank. It is seeded by the next sync.
+        ApplyFailed: a rank failed after the vote, while writing; on every rank. It is seeded by the next
+            sync.
         DeltaError: anything else that went wrong on some rank; on every rank. No receiver has moved.
 
     Example:
@@ -153,14 +167,21 @@ def delta_broadcast(
 
 @overload
 def delta_p2p(
-    module: Module, group: Group | None = ..., src: Ranks | None = ..., async_op: Literal[False] = ...,
+    module: Module,
+    group: Group | None = ...,
+    src: Ranks | None = ...,
+    async_op: Literal[False] = ...,
     **options: Unpack[OptionKeywords],
-) -> SyncReport: ...  # fmt: skip
+) -> SyncReport: ...
 @overload
 def delta_p2p(
-    module: Module, group: Group | None = ..., src: Ranks | None = ..., *, async_op: Literal[True],
+    module: Module,
+    group: Group | None = ...,
+    src: Ranks | None = ...,
+    *,
+    async_op: Literal[True],
     **options: Unpack[OptionKeywords],
-) -> DeltaWork: ...  # fmt: skip
+) -> DeltaWork: ...
 def delta_p2p(
     module: Module,
     group: Group | None = None,
@@ -168,17 +189,20 @@ def delta_p2p(
     async_op: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> SyncReport | DeltaWork:
-    """Do what `delta_broadcast` does, shard to shard: no root, each source sends each receiver only what that receiver holds.
+    """Do what `delta_broadcast` does, shard to shard: no root, each source sends each receiver only what that
+    receiver holds.
 
-    The same channel, versions, options, errors and guarantees: calls of both may be mixed, as long as all ranks make the same ones.
-    With mode="full" it is a dense reshard of its own, from any layout to any layout, in bounded memory.
+    The same channel, versions, options, errors and guarantees: calls of both may be mixed, as long as all
+        ranks make the same ones. With mode="full" it is a dense reshard of its own, from any layout to any
+        layout, in bounded memory.
 
     Args:
         module, group, src, async_op: as for `delta_broadcast`.
         options: its keyword options; `route` is "p2p" unless said otherwise.
 
     Returns:
-        A `SyncReport`, whose `wire_bytes` are those of the receiver that got most; with async_op a `DeltaWork`.
+        A `SyncReport`, whose `wire_bytes` are those of the receiver that got most; with async_op a
+        `DeltaWork`.
 
     Raises:
         ValueError, DeltaError: as `delta_broadcast`.
@@ -194,19 +218,23 @@ def delta_p2p(
 
 
 def verify(module: Module, group: Group | None = None) -> VerifyReport:
-    """Compare the live bits of all receivers with those that the sources sent; a receiver that differs is seeded by the next sync.
+    """Compare the live bits of all receivers with those that the sources sent; a receiver that differs is
+    seeded by the next sync.
 
-    A collective on the open channel of (module, group): every rank of the group must call, in the same order as its syncs. It finds
-    what no version counter shows: writes through `.data` or numpy, memory that was discarded and mapped again, a detector that forgot a
-    change, a fault of the machine. Each tensor has a digest of 64 bits, a sum over its elements of a hash of position and bits, so that
-    shards add up. It costs one read of the weights on each rank, one of the snapshot on sources, and 8 bytes a tensor and kind of receiver.
+    A collective on the open channel of (module, group): every rank of the group must call, in the same order
+    as its syncs. It finds
+    what no version counter shows: writes through `.data` or numpy, memory that was discarded and mapped
+        again, a detector that forgot a change, a fault of the machine. Each tensor has a digest of 64 bits, a
+        sum over its elements of a hash of position and bits, so that shards add up. It costs one read of the
+        weights on each rank, one of the snapshot on sources, and 8 bytes a tensor and kind of receiver.
 
     Args:
         module: as passed to `delta_broadcast`.
         group: likewise; None is the world.
 
     Returns:
-        A `VerifyReport`, the same on every rank. Called before the next step of the optimizer, its `moved` is 0.
+        A `VerifyReport`, the same on every rank. Called before the next step of the optimizer, its `moved` is
+        0.
 
     Raises:
         ValueError: there is no open channel on this rank, or `group` is a mesh of several dimensions.
@@ -226,7 +254,9 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
     """
     pg = group_of(group)
     if (channel := find(module, pg)) is None:
-        raise ValueError("there is no open channel of this module and group: verify after delta_broadcast or delta_p2p")
+        raise ValueError(
+            "there is no open channel of this module and group: verify after delta_broadcast or delta_p2p"
+        )
     into = channel.options.into and channel.options.into()
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
         running.wait_for(module, into)
@@ -237,7 +267,9 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         except BaseException as error:
             channel.abort(error)
             if isinstance(error, Abandoned):
-                raise ChannelClosed("another rank closed the channel", hint="sync again; a new channel opens") from error
+                raise ChannelClosed(
+                    "another rank closed the channel", hint="sync again; a new channel opens"
+                ) from error
             raise
 
 
@@ -252,7 +284,9 @@ def _sync(
     into = said.get("into")
     try:
         if into is module:
-            raise ValueError("into= must be another module: a rank that is both source and receiver has two copies")
+            raise ValueError(
+                "into= must be another module: a rank that is both source and receiver has two copies"
+            )
         unknown = said.keys() - OptionKeywords.__annotations__.keys()
         if unknown:
             raise ValueError(f"there is no option {min(unknown)!r}")
@@ -268,7 +302,11 @@ def _sync(
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
     call = _Call(module, pg, options, call_options, error, into)
-    with exclusive(module, into), torch.inference_mode(False), torch.no_grad():  # a channel outlives a caller's inference_mode
+    with (
+        exclusive(module, into),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # a channel outlives a caller's inference_mode
         running.wait_for(module, into)
         return call.start() if async_op else call.run()
 
@@ -322,7 +360,9 @@ class _Call:
         def finish() -> SyncReport:
             try:
                 return channel.run(prepared)
-            except Abandoned as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
+            except (
+                Abandoned
+            ) as abandoned:  # the bits of the call are gone, and the optimizer may have stepped
                 raise abandoned.error() from abandoned
             finally:
                 modules.clear()  # until now they must not be collected, which closes the channel
@@ -333,7 +373,9 @@ class _Call:
             with use_streams(streams):
                 prepared = self._prepare(channel, background=True)
             join_caller(streams)
-            running.register(work, self.module, self.into)  # before it starts: the next call is to wait for it in any case
+            running.register(
+                work, self.module, self.into
+            )  # before it starts: the next call is to wait for it in any case
             work.start()
         except BaseException as error:
             if work.ended(0):  # it never began
@@ -345,7 +387,9 @@ class _Call:
         return find_or_open(self.module, self.group, self.into, self.options, self.error)
 
     def _prepare(self, channel: Channel, background: bool = False) -> PreparedSync:
-        return channel.prepare(self.call_options, self.begin, check=lambda: self._check(channel), background=background)
+        return channel.prepare(
+            self.call_options, self.begin, check=lambda: self._check(channel), background=background
+        )
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""

@@ -76,7 +76,8 @@ class LayoutMismatch(DeltaError):
         ...     dte_dist.Plan.between({0: sent}, {1: held})
         ... except dte_dist.LayoutMismatch as error:
         ...     print(error)
-        shapes differ [tensor 'w'; ranks 1; expected (4, 4); got (4, 5)]. Hint: build the same model on both sides, ...
+        shapes differ [tensor 'w'; ranks 1; expected (4, 4); got (4, 5)]. Hint: build the same model on both
+        sides, ...
     """
 
 
@@ -88,7 +89,8 @@ class FrameError(DeltaError):
         ...     dte_dist.payload_of({"w": torch.zeros(2)})
         ... except dte_dist.FrameError as error:
         ...     print(error)
-        a payload without a header is a full one, and does not say its version [expected version=; got none]. Hint: ...
+        a payload without a header is a full one, and does not say its version [expected version=; got none].
+        Hint: ...
     """
 
 
@@ -100,7 +102,8 @@ class VersionError(DeltaError):
         ...     dte_dist.delta_broadcast(model, version=7 if rank == 0 else 8)
         ... except dte_dist.VersionError as error:  # on every rank
         ...     print(error)
-        version= differs between ranks [ranks ...; got 7 on rank 0, 8 on rank ...]. Hint: pass the same version= on every source; ...
+        version= differs between ranks [ranks ...; got 7 on rank 0, 8 on rank ...]. Hint: pass the same
+        version= on every source; ...
     """
 
 
@@ -158,8 +161,8 @@ class VersionRestart(VersionError):
 class OrderMismatch(DeltaError):
     """Ranks waited for each other in different channels of one group.
 
-    They made their calls in different orders, or with other modules. Nothing has moved. The channels concerned
-    are dropped, and the next calls open new ones, in which no receiver needs a seed.
+    They made their calls in different orders, or with other modules. Nothing has moved. The channels
+    concerned are dropped, and the next calls open new ones, in which no receiver needs a seed.
 
     Example:
         >>> other = torch.nn.Linear(3, 3)
@@ -251,10 +254,21 @@ class SyncFailed(DeltaError):
 _FAMILY: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
-        DeltaError, LayoutMismatch, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart,
-        OrderMismatch, PeerLost, ChannelClosed, ApplyFailed, SyncFailed, ValueError,
+        DeltaError,
+        LayoutMismatch,
+        FrameError,
+        VersionError,
+        VersionGap,
+        VersionReplay,
+        VersionRestart,
+        OrderMismatch,
+        PeerLost,
+        ChannelClosed,
+        ApplyFailed,
+        SyncFailed,
+        ValueError,
     )
-}  # fmt: skip
+}
 
 
 def to_wire(error: BaseException, size: int) -> bytes:

@@ -20,7 +20,16 @@ from dte_dist.plan.model_map import WireTypes
 from dte_dist.plan.transfer_plan import ROUTES, RouteName
 from dte_dist.transport.base import TIMEOUT, check_timeout
 
-__all__ = ["CallOptions", "ChannelOptions", "OptionKeywords", "Ranks", "WireDtype", "group_ranks", "layout_of", "wire_types"]
+__all__ = [
+    "CallOptions",
+    "ChannelOptions",
+    "OptionKeywords",
+    "Ranks",
+    "WireDtype",
+    "group_ranks",
+    "layout_of",
+    "wire_types",
+]
 
 RouteOption = RouteName | Literal["auto"]
 AUTO: Final = "auto"
@@ -94,14 +103,18 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         version = self.version
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int) or not 1 <= version < 1 << 62):
+        if version is not None and (
+            isinstance(version, bool) or not isinstance(version, int) or not 1 <= version < 1 << 62
+        ):
             raise ValueError(f"version must be None or an int from 1 to 2^62 - 1, got {version!r}")
         if self.mode not in ("delta", "full"):
             raise ValueError(f'mode must be "delta" or "full", got {self.mode!r}')
         if self.route not in (*ROUTES, AUTO):
             raise ValueError(f'route must be "broadcast", "p2p" or "auto", got {self.route!r}')
         if isinstance(self.sparse_bytes_ratio, bool) or not isinstance(self.sparse_bytes_ratio, int | float):
-            raise ValueError(f"sparse_bytes_ratio must be a number above 0 and at most 1, got {self.sparse_bytes_ratio!r}")
+            raise ValueError(
+                f"sparse_bytes_ratio must be a number above 0 and at most 1, got {self.sparse_bytes_ratio!r}"
+            )
         self.selector(None)
 
     def selector(self, bytes_per_second: float | None) -> CodecSelector:
@@ -170,13 +183,18 @@ class ChannelOptions:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare two values of an option; functions by code and by what they close over, since a lambda is made anew at each call."""
+    """Compare two values of an option; functions by code and by what they close over, since a lambda is made
+    anew at each call.
+    """
     if a is b:
         return True
     if isinstance(a, partial) and isinstance(b, partial):
         return _same(a.func, b.func) and (a.args, a.keywords) == (b.args, b.keywords)
     if hasattr(a, "__code__") and hasattr(b, "__code__"):
-        return all(_parts(a, name) == _parts(b, name) for name in ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__self__"))
+        return all(
+            _parts(a, name) == _parts(b, name)
+            for name in ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__self__")
+        )
     return bool(a == b)
 
 
@@ -221,7 +239,9 @@ def _as_patterns(select: Select) -> Select:
     return tuple(sorted(set(patterns))) if all(isinstance(pattern, str) for pattern in patterns) else patterns
 
 
-def group_ranks(src: Ranks | None, group_src: Ranks | None, group: dist.ProcessGroup) -> tuple[int, ...] | None:
+def group_ranks(
+    src: Ranks | None, group_src: Ranks | None, group: dist.ProcessGroup
+) -> tuple[int, ...] | None:
     """Return the sources that a caller named as ranks of the group, None for the default.
 
     Raises:
@@ -236,7 +256,9 @@ def group_ranks(src: Ranks | None, group_src: Ranks | None, group: dist.ProcessG
         place = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
         missing = [rank for rank in named if rank not in place]
         if missing:
-            raise ValueError(f"src names ranks {missing} of the world, which are not in the group {list(place)}")
+            raise ValueError(
+                f"src names ranks {missing} of the world, which are not in the group {list(place)}"
+            )
         named = [place[rank] for rank in named]
     if not named or len(set(named)) < len(named) or not all(0 <= rank < group.size() for rank in named):
         raise ValueError(f"sources must be different ranks of a group of {group.size()}, got {named}")
@@ -285,7 +307,9 @@ def layout_of(module: torch.nn.Module | Layout, options: ChannelOptions) -> Layo
     """
     if isinstance(module, Layout):
         if options.select is not None or options.rename is not None:
-            raise ValueError("select= and rename= are for modules: a Layout takes them, or partial=True, where it is built")
+            raise ValueError(
+                "select= and rename= are for modules: a Layout takes them, or partial=True, where it is built"
+            )
         return weakref.proxy(module)  # the channel must not keep alive what it is found by
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")

@@ -61,14 +61,17 @@ class VerifyReport:
         different: how many of them differ on some receiver.
         first: name of the first that differs, in alphabetical order; None if none does.
         ranks: group ranks of the receivers that hold other bits; the next sync seeds them.
-        compared: group ranks of the receivers that hold `version` and were compared; others are seeded anyway.
-        moved: shards of sources whose live bits are not those of `version`: trained since, or missed by a detector. Not
-            counted (0) where `verify_interval` verifies in the background, since live bits may move meanwhile.
+        compared: group ranks of the receivers that hold `version` and were compared; others are seeded
+            anyway.
+        moved: shards of sources whose live bits are not those of `version`: trained since, or missed by a
+            detector. Not counted (0) where `verify_interval` verifies in the background, since live bits may
+            move meanwhile.
         seconds: of this rank.
 
     Example:
         >>> print(dte_dist.VerifyReport(3, 12, 1, "lm_head.weight", (2,), (2, 3), 0, 0.0021))
-        v3: 1 of 12 tensors differ, first 'lm_head.weight', on rank 2 (of 2, 3); sources: 0 shards moved since, 2.1 ms
+        v3: 1 of 12 tensors differ, first 'lm_head.weight', on rank 2 (of 2, 3); sources: 0 shards moved
+            since, 2.1 ms
     """
 
     version: int | None
@@ -102,9 +105,16 @@ class VerifyReport:
     def __str__(self) -> str:
         held = "no version" if self.version is None else f"v{self.version}"
         ranks, compared = (", ".join(map(str, some)) for some in (self.ranks, self.compared))
-        found = f", first {self.first!r}, on rank {ranks} (of {compared})" if self.ranks else f" (ranks {compared or 'none'})"
+        found = (
+            f", first {self.first!r}, on rank {ranks} (of {compared})"
+            if self.ranks
+            else f" (ranks {compared or 'none'})"
+        )
         moved = f"sources: {self.moved:,} shards moved since"
-        return f"{held}: {self.different:,} of {self.tensors:,} tensors differ{found}; {moved}, {1e3 * self.seconds:.1f} ms"
+        return (
+            f"{held}: {self.different:,} of {self.tensors:,} tensors differ{found}; {moved}, "
+            f"{1e3 * self.seconds:.1f} ms"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +128,8 @@ class SyncReport:
         reason: why it was full, or which receivers were seeded beside a delta; empty for a plain delta.
         changed: elements sent, over all sources; for a full sync, all elements.
         total: elements of the model (tied tensors once).
-        wire_bytes: bytes of frames that each receiver of the delta (or of the full sync) got; on the p2p route, the most that one got.
+        wire_bytes: bytes of frames that each receiver of the delta (or of the full sync) got; on the p2p
+            route, the most that one got.
         gather_bytes: bytes of frames that went from sources to the root.
         dense_bytes: bytes of the whole model in wire dtypes.
         frames: number of frames that were not empty.
@@ -126,14 +137,16 @@ class SyncReport:
         route: the way that frames took, "broadcast" or "p2p".
         route_reason: why, where it was chosen by route="auto"; else empty.
         busiest_bytes: bytes of frames that the busiest rank sent, or received, whichever is more.
-        seconds: of the whole call on this rank, opening the channel included; with async_op, from the call to the end of the work.
+        seconds: of the whole call on this rank, opening the channel included; with async_op, from the call to
+            the end of the work.
         phases: seconds by phase, on this rank; see `PHASES`.
         codecs: segments by codec pair that this rank sent, such as {"u16+raw": 12}; empty where it sent none.
         verified: what `verify_interval=` found after this sync; None where it was not due.
 
     Example:
         >>> print(SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519))
-        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1 frame, 51.9 ms
+        v1 -> v2 delta: 200 of 20,000 changed (1.00 %), 936 B to each receiver (dense 40.0 kB, 42.7x), 1
+        frame, 51.9 ms
         >>> codecs = {"u16+raw": 2, "ef+planes": 12}
         >>> report = SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (), 0.0519, codecs=codecs)
         >>> str(report).partition("1 frame, ")[2]
@@ -182,13 +195,19 @@ class SyncReport:
     def __str__(self) -> str:
         base = "none" if self.base_version is None else f"v{self.base_version}"
         why = f" ({self.reason})" if self.reason else ""
-        times = ", ".join(f"{name} {seconds * 1e3:.1f}" for name in PHASES if (seconds := self.phases.get(name, 0.0)) >= 5e-5)
+        times = ", ".join(
+            f"{name} {seconds * 1e3:.1f}"
+            for name in PHASES
+            if (seconds := self.phases.get(name, 0.0)) >= 5e-5
+        )
         route = f" over {self.route} ({self.route_reason})" if self.route_reason else ""
         ratio = f", {self.dense_bytes / self.wire_bytes:.1f}x" if self.wire_bytes else ""
         frames = f"{self.frames} frame{'' if self.frames == 1 else 's'}{route}{_named(self.codecs)}"
         return (
-            f"{base} -> v{self.version} {self.kind}{why}: {self.changed:,} of {self.total:,} changed ({self.density * 100:.2f} %), "
-            f"{format_bytes(self.wire_bytes)} to each receiver (dense {format_bytes(self.dense_bytes)}{ratio}), "
+            f"{base} -> v{self.version} {self.kind}{why}: {self.changed:,} of {self.total:,} changed "
+            f"({self.density * 100:.2f} %), "
+            f"{format_bytes(self.wire_bytes)} to each receiver (dense "
+            f"{format_bytes(self.dense_bytes)}{ratio}), "
             f"{frames}, {self.seconds * 1e3:.1f} ms" + (f" ({times})" if times else "")
         )
 

@@ -2,8 +2,8 @@
 
     python launch/bench_report.py out/bench_quick.json out/bench_links_1gbit.json
 
-The text between the two `notes` comments of an existing file is kept: what bounds the targets that were not reached is
-for people to say.
+The text between the two `notes` comments of an existing file is kept: what bounds the targets that were not
+    reached is for people to say.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/results.md from what launch/bench.py measured.")
     parser.add_argument("files", nargs="+", type=Path, help="JSON files of launch/bench.py")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the document (default: docs/results.md)")
-    parser.add_argument("--plots", type=Path, help="folder for the plots (default: beside the document, in a folder of its name)")
+    parser.add_argument(
+        "--plots",
+        type=Path,
+        help="folder for the plots (default: beside the document, in a folder of its name)",
+    )
     said = parser.parse_args()
     try:
         rows = [row for path in said.files for row in read_rows(path)]
@@ -37,7 +41,9 @@ def main() -> int:
         return 1
     plots = draw(rows, said.plots or said.out.with_suffix(""))
     notes = kept_notes(said.out)
-    text = "\n\n".join(document(rows, [Path(os.path.relpath(path, said.out.parent)) for path in plots], notes))
+    text = "\n\n".join(
+        document(rows, [Path(os.path.relpath(path, said.out.parent)) for path in plots], notes)
+    )
     said.out.write_text(text + "\n")
     print(f"{said.out}: {len(rows)} rows, {len(plots)} plots")
     return 0
@@ -81,7 +87,16 @@ def targets(rows: Sequence[Row]) -> str:
     lines = [("", "target", "wanted", "measured", "reached", "preset")]
     for each in verdicts(rows):
         preset = f"{each.row.preset}, {each.row.links}"
-        lines.append((str(each.number), each.what, each.wanted, each.found, "yes" if each.reached else "**no**", preset))
+        lines.append(
+            (
+                str(each.number),
+                each.what,
+                each.wanted,
+                each.found,
+                "yes" if each.reached else "**no**",
+                preset,
+            )
+        )
     return markdown(lines) if len(lines) > 1 else "None of the rows is about a target."
 
 
@@ -92,7 +107,10 @@ def where_and_when(rows: Sequence[Row]) -> str:
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     loads = [row.load for row in rows]
     load = f"{min(loads):.1f}" if min(loads) == max(loads) else f"{min(loads):.1f} to {max(loads):.1f}"
-    return f"{machines}. {when}. Load average before each scenario: {load} (the bench itself raises it for the next)."
+    return (
+        f"{machines}. {when}. Load average before each scenario: {load} (the bench "
+        "itself raises it for the next)."
+    )
 
 
 def kept_notes(path: Path) -> str:

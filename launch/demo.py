@@ -36,7 +36,10 @@ PROMPTS = ("Beautiful is", "Now is", "In the face", "Errors should", "If the imp
 def main() -> int:
     settings = read_settings()
     if int(os.environ.get("WORLD_SIZE", "1")) % 2:
-        print("start an even number of ranks: torchrun --standalone --nproc-per-node 4 launch/demo.py", file=sys.stderr)
+        print(
+            "start an even number of ranks: torchrun --standalone --nproc-per-node 4 launch/demo.py",
+            file=sys.stderr,
+        )
         return 2
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -49,13 +52,22 @@ def main() -> int:
 def run(settings: Settings) -> int:
     """The demo on one rank; returns its exit code."""
     rank, half = dist.get_rank(), dist.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("role", "shard"))["shard"]  # row 0 trains, row 1 generates
+    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("role", "shard"))[
+        "shard"
+    ]  # row 0 trains, row 1 generates
     text = zen()
     tokenizer = Tokenizer([text, manual()], settings.vocab)
-    role = Trainer(settings, mesh, torch.tensor(tokenizer.encode(text))) if rank < half else Rollout(settings, mesh)
+    role = (
+        Trainer(settings, mesh, torch.tensor(tokenizer.encode(text)))
+        if rank < half
+        else Rollout(settings, mesh)
+    )
 
     million = sum(parameter.numel() for parameter in role.model.parameters()) / 1e6
-    title = f"{million:.1f}M parameters, FSDP2 over {half} to tensor parallel over {half}, gloo between {2 * half} processes"
+    title = (
+        f"{million:.1f}M parameters, FSDP2 over {half} to tensor parallel over {half}, gloo "
+        f"between {2 * half} processes"
+    )
     with Screen(rank == 0, settings.warmup_steps + settings.steps) as screen:
         screen.say(title)
         warm_up(role, settings, screen)
@@ -71,7 +83,9 @@ def run(settings: Settings) -> int:
 
 
 def warm_up(role: Trainer | Rollout, settings: Settings, screen: Screen) -> None:
-    """Take the trainers from random weights to ones that have learned a little; no rollout rank knows of them yet."""
+    """Take the trainers from random weights to ones that have learned a little; no rollout rank knows of them
+    yet.
+    """
     losses = []
     for _ in range(settings.warmup_steps):
         role.train()
@@ -82,7 +96,9 @@ def warm_up(role: Trainer | Rollout, settings: Settings, screen: Screen) -> None
     screen.say(f"warm-up: loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else "no warm-up")
 
 
-def rounds(role: Trainer | Rollout, dense: DenseBroadcast, tokenizer: Tokenizer, settings: Settings, screen: Screen) -> list[Step]:
+def rounds(
+    role: Trainer | Rollout, dense: DenseBroadcast, tokenizer: Tokenizer, settings: Settings, screen: Screen
+) -> list[Step]:
     """Train, synchronise, generate: `settings.steps` times; returns what each time cost."""
     sync = sync_while_training if settings.overlap else sync_then_train
     steps = []
@@ -114,7 +130,9 @@ def sync_then_train(model: nn.Module, train: Callable[[], None]) -> tuple[dte_di
 
 
 def sync_while_training(model: nn.Module, train: Callable[[], None]) -> tuple[dte_dist.SyncReport, float]:
-    """The next training step runs while the weights travel; what arrives are the weights as they were at the call."""
+    """The next training step runs while the weights travel; what arrives are the weights as they were at the
+    call.
+    """
     start = all_here()
     work = dte_dist.delta_broadcast(model, wire_dtype="receiver", async_op=True)
     seconds = time.perf_counter() - start
@@ -127,13 +145,19 @@ def sync_while_training(model: nn.Module, train: Callable[[], None]) -> tuple[dt
 def generate(role: Trainer | Rollout, tokenizer: Tokenizer, prompt: str, count: int) -> str:
     """What the rollout ranks make of the prompt, told to all ranks."""
     ids = tokenizer.encode(prompt)
-    tokens = role.generate(ids, count) if isinstance(role, Rollout) else torch.zeros(len(ids) + count, dtype=torch.int64)
+    tokens = (
+        role.generate(ids, count)
+        if isinstance(role, Rollout)
+        else torch.zeros(len(ids) + count, dtype=torch.int64)
+    )
     dist.broadcast(tokens, src=dist.get_world_size() // 2)
     return tokenizer.decode(tokens.tolist())
 
 
 def all_here() -> float:
-    """The time at which the last rank arrives: a step's seconds then count its work and not the wait for slower ranks."""
+    """The time at which the last rank arrives: a step's seconds then count its work and not the wait for
+    slower ranks.
+    """
     dist.barrier()
     return time.perf_counter()
 

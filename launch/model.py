@@ -27,7 +27,10 @@ class Attention(nn.Module):
         self.o = nn.Linear(settings.heads * self.head_dim, settings.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, length, dim]
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
         mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
         return self.o(mixed.transpose(1, 2).flatten(2))  # [batch, heads here, length, head_dim] before
 
@@ -78,7 +81,9 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
     def _draw_weights(self) -> None:
-        """Random weights that begin as little more than word pairs (quiet blocks, a loud embedding) and so learn fast."""
+        """Random weights that begin as little more than word pairs (quiet blocks, a loud embedding) and so
+        learn fast.
+        """
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
                 quiet = name.endswith(("attention.o.weight", "mlp.down.weight"))

@@ -25,8 +25,18 @@ def draw(steps: Sequence[Step], title: str, path: Path) -> str:
         return "plot: not drawn, matplotlib is not installed"
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _lines(left, "MB to each receiver", [s.delta_bytes / 1e6 for s in steps], [s.dense_bytes / 1e6 for s in steps])
-    _lines(right, "seconds that the trainers stand still", [s.delta_seconds for s in steps], [s.dense_seconds for s in steps])
+    _lines(
+        left,
+        "MB to each receiver",
+        [s.delta_bytes / 1e6 for s in steps],
+        [s.dense_bytes / 1e6 for s in steps],
+    )
+    _lines(
+        right,
+        "seconds that the trainers stand still",
+        [s.delta_seconds for s in steps],
+        [s.dense_seconds for s in steps],
+    )
     for axes in (left, right):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,4 +1,5 @@
-"""The plain way to move weights, to measure against and to prove with: assemble every tensor, broadcast all of it.
+"""The plain way to move weights, to measure against and to prove with: assemble every tensor, broadcast all
+of it.
 
 1. The trainers put each parameter together (`full_tensor`) and cast it to bf16.
 2. Rank 0 sends the packed weights to the rollout ranks in buckets of 16 MiB.
@@ -41,12 +42,21 @@ class DenseBroadcast:
                 spare.copy_(_part_of(whole, slot))
 
     def first_difference(self) -> str | None:
-        """Name of the first parameter whose bits differ on any rollout rank; None if every rank holds the trainers' bits."""
+        """Name of the first parameter whose bits differ on any rollout rank; None if every rank holds the
+        trainers' bits.
+        """
         wholes = self._fetch()
         wrong = len(self._names)
         if not self._trains:
             pairs = enumerate(zip(self._slots(), wholes, strict=True))
-            wrong = next((number for number, (slot, whole) in pairs if not _same_bits(_local(slot), _part_of(whole, slot))), wrong)
+            wrong = next(
+                (
+                    number
+                    for number, (slot, whole) in pairs
+                    if not _same_bits(_local(slot), _part_of(whole, slot))
+                ),
+                wrong,
+            )
         first = torch.tensor(wrong)
         dist.all_reduce(first, dist.ReduceOp.MIN)
         return (*self._names, None)[int(first)]
@@ -59,7 +69,10 @@ class DenseBroadcast:
     def _fetch(self) -> list[Tensor]:
         """Every parameter in full, in bf16; of use on the ranks that take part."""
         slots = self._slots()
-        wholes = [piece.view(slot.shape) for piece, slot in zip(self._packed.split([slot.numel() for slot in slots]), slots, strict=True)]
+        wholes = [
+            piece.view(slot.shape)
+            for piece, slot in zip(self._packed.split([slot.numel() for slot in slots]), slots, strict=True)
+        ]
         if self._trains:
             for whole, slot in zip(wholes, slots, strict=True):
                 whole.copy_(slot.full_tensor() if isinstance(slot, DTensor) else slot)

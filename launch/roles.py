@@ -1,4 +1,6 @@
-"""The two roles of the demo: trainers hold fp32 shards of the model (FSDP2), rollout ranks bf16 slices of it (tensor parallel)."""
+"""The two roles of the demo: trainers hold fp32 shards of the model (FSDP2), rollout ranks bf16 slices of it
+(tensor parallel).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from model import Transformer
 from settings import Settings
@@ -26,9 +33,13 @@ class Trainer:
         for block in self.model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.warmup_lr, betas=(0.9, 0.95), fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.warmup_lr, betas=(0.9, 0.95), fused=True
+        )
         self._settings, self._tokens, self.loss = settings, tokens, float("nan")
-        self._chance = torch.Generator().manual_seed(settings.seed + mesh.get_rank())  # other text on every trainer
+        self._chance = torch.Generator().manual_seed(
+            settings.seed + mesh.get_rank()
+        )  # other text on every trainer
 
     def train(self) -> None:
         """Train on one batch."""
@@ -46,7 +57,9 @@ class Trainer:
 
 
 class Rollout:
-    """One of the ranks that generate together; each holds its heads, its channels and its part of the vocabulary."""
+    """One of the ranks that generate together; each holds its heads, its channels and its part of the
+    vocabulary.
+    """
 
     def __init__(self, settings: Settings, mesh: DeviceMesh) -> None:
         torch.manual_seed(settings.seed + 1)  # weights of no use: the first sync replaces every one
@@ -68,7 +81,9 @@ class Rollout:
 
 
 def _tensor_parallel(settings: Settings, ranks: int) -> dict[str, ParallelStyle]:
-    """Which way each weight is cut: by its outputs on the way in, by its inputs on the hint; norms stay whole."""
+    """Which way each weight is cut: by its outputs on the way in, by its inputs on the hint; norms stay
+    whole.
+    """
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),

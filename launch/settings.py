@@ -1,4 +1,6 @@
-"""What the demo is told: the defaults stand here, `configs/demo.toml` may change them, flags have the last word."""
+"""What the demo is told: the defaults stand here, `configs/demo.toml` may change them, flags have the last
+word.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,23 @@ class Settings:
 
 def read_settings(argv: Sequence[str] | None = None) -> Settings:
     """Settings from the TOML file that `--config` names and from the flags in `argv`."""
-    parser = argparse.ArgumentParser(description="FSDP2 trainers keep tensor-parallel rollout ranks up to date; start it with torchrun.")
+    parser = argparse.ArgumentParser(
+        description="FSDP2 trainers keep tensor-parallel rollout ranks up to date; start it with torchrun."
+    )
     parser.add_argument("--config", type=Path, default=CONFIG, help="TOML file (default: configs/demo.toml)")
     for field in fields(Settings):
-        kind: Any = {"action": argparse.BooleanOptionalAction} if isinstance(field.default, bool) else {"type": type(field.default)}
+        kind: Any = (
+            {"action": argparse.BooleanOptionalAction}
+            if isinstance(field.default, bool)
+            else {"type": type(field.default)}
+        )
         parser.add_argument("--" + field.name.replace("_", "-"), default=None, **kind)
     flags = vars(parser.parse_args(argv))
     try:
-        return Settings(**_read_toml(flags.pop("config")) | {name: value for name, value in flags.items() if value is not None})
+        return Settings(
+            **_read_toml(flags.pop("config"))
+            | {name: value for name, value in flags.items() if value is not None}
+        )
     except (OSError, TypeError, tomllib.TOMLDecodeError) as error:
         parser.error(str(error))
 

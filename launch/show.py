@@ -52,7 +52,9 @@ class Screen(AbstractContextManager):
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -80,12 +82,25 @@ def summary(steps: Sequence[Step]) -> list[tuple[str, str, str, str]]:
     if not deltas:
         return [("mean of a step", "delta", "dense", "ratio"), ("no delta was sent", "-", "-", "-")]
     moved, dense_moved = mean(step.delta_bytes for step in deltas), mean(step.dense_bytes for step in deltas)
-    stood, dense_stood = mean(step.delta_seconds for step in deltas), mean(step.dense_seconds for step in deltas)
+    stood, dense_stood = (
+        mean(step.delta_seconds for step in deltas),
+        mean(step.dense_seconds for step in deltas),
+    )
     return [
         (f"mean of {len(deltas)} steps", "delta", "dense", "ratio"),
         ("elements changed", f"{mean(step.changed for step in deltas):.2%}", "100%", ""),
-        ("to each receiver", f"{moved / 1e6:.2f} MB", f"{dense_moved / 1e6:.2f} MB", f"{dense_moved / max(moved, 1):.1f}x less"),
-        ("trainers stand still", f"{stood:.3f} s", f"{dense_stood:.3f} s", f"{dense_stood / stood:.1f}x as fast"),
+        (
+            "to each receiver",
+            f"{moved / 1e6:.2f} MB",
+            f"{dense_moved / 1e6:.2f} MB",
+            f"{dense_moved / max(moved, 1):.1f}x less",
+        ),
+        (
+            "trainers stand still",
+            f"{stood:.3f} s",
+            f"{dense_stood:.3f} s",
+            f"{dense_stood / stood:.1f}x as fast",
+        ),
     ]
 
 
@@ -95,7 +110,13 @@ def _progress_bar() -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
         return None
-    return Progress(TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), transient=True)
+    return Progress(
+        TextColumn("{task.description:<8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        transient=True,
+    )
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,6 @@
-"""Text that comes with Python, and a small tokenizer made from it: nothing to download, and the same on every rank."""
+"""Text that comes with Python, and a small tokenizer made from it: nothing to download, and the same on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def manual() -> str:
 
 
 class Tokenizer:
-    """The most frequent words of some texts, those of an earlier text first, and the 256 bytes for everything else.
+    """The most frequent words of some texts, those of an earlier text first, and the 256 bytes for everything
+    else.
 
     Example:
         >>> tokenizer = Tokenizer(["to be or not to be"], vocab=260)
@@ -54,7 +57,9 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text that the tokens stand for."""
-        return b"".join(self.pieces[number] for number in ids if number < len(self.pieces)).decode("utf-8", "replace")
+        return b"".join(self.pieces[number] for number in ids if number < len(self.pieces)).decode(
+            "utf-8", "replace"
+        )
 
 
 def crops(tokens: Tensor, batch: int, length: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -7,4 +7,14 @@ from dte_dist.codec.header import FrameHead, read_head
 from dte_dist.codec.previous_delta import PreviousDelta
 from dte_dist.codec.selector import FAST, CodecSelector
 
-__all__ = ["FAST", "CodecSelector", "FrameHead", "FrameWriter", "PreviousDelta", "Segment", "dense_size", "read_frame", "read_head"]
+__all__ = [
+    "FAST",
+    "CodecSelector",
+    "FrameHead",
+    "FrameWriter",
+    "PreviousDelta",
+    "Segment",
+    "dense_size",
+    "read_frame",
+    "read_head",
+]

@@ -26,7 +26,7 @@ __all__ = [
     "pack_head",
     "read_head",
     "unpack_head",
-]  # fmt: skip
+]
 
 MAGIC: Final = b"DTEF"
 FORMAT: Final = 3
@@ -34,19 +34,51 @@ CHECKSUM_WORD: Final = 1
 _SEED: Final = 1
 _KEEP: Final = 2
 
-HEAD: Final = np.dtype([
-    ("magic", "S4"), ("format", "<u2"), ("flags", "<u2"), ("checksum", "<i8"), ("size", "<u8"), ("schema", "<u8"), ("lineage", "<u8"),
-    ("base", "<i8"), ("version", "<i8"), ("first", "<u8"), ("length", "<u8"), ("source", "<u4"), ("number", "<u4"), ("count", "<u4"),
-    ("width", "<u4"), ("segments", "<u4"), ("zero", "<u4"),
-])  # fmt: skip
-"""96 bytes; `size` is of the whole frame, `checksum` is word 1, flag 1 marks a seed, flag 2 a delta whose positions are to be kept."""
+HEAD: Final = np.dtype(
+    [
+        ("magic", "S4"),
+        ("format", "<u2"),
+        ("flags", "<u2"),
+        ("checksum", "<i8"),
+        ("size", "<u8"),
+        ("schema", "<u8"),
+        ("lineage", "<u8"),
+        ("base", "<i8"),
+        ("version", "<i8"),
+        ("first", "<u8"),
+        ("length", "<u8"),
+        ("source", "<u4"),
+        ("number", "<u4"),
+        ("count", "<u4"),
+        ("width", "<u4"),
+        ("segments", "<u4"),
+        ("zero", "<u4"),
+    ]
+)
+"""96 bytes; `size` is of the whole frame, `checksum` is word 1, flag 1 marks a seed, flag 2 a delta whose
+positions are to be kept.
+"""
 
-ENTRY: Final = np.dtype([
-    ("first", "<u8"), ("length", "<u4"), ("count", "<u4"), ("index_bytes", "<u4"), ("value_bytes", "<u4"),
-    ("index", "u1"), ("value", "u1"), ("low", "u1"), ("shift", "u1"), ("spread", "<u2"), ("zero", "<u2"),
-    ("far", "<u4"), ("unary", "<u4"),
-])  # fmt: skip
-"""40 bytes; `index` and `value` are the numbers of the codecs, what follows is what they need to know to read their streams."""
+ENTRY: Final = np.dtype(
+    [
+        ("first", "<u8"),
+        ("length", "<u4"),
+        ("count", "<u4"),
+        ("index_bytes", "<u4"),
+        ("value_bytes", "<u4"),
+        ("index", "u1"),
+        ("value", "u1"),
+        ("low", "u1"),
+        ("shift", "u1"),
+        ("spread", "<u2"),
+        ("zero", "<u2"),
+        ("far", "<u4"),
+        ("unary", "<u4"),
+    ]
+)
+"""40 bytes; `index` and `value` are the numbers of the codecs, what follows is what they need to know to read
+their streams.
+"""
 
 SYNC_AGAIN: Final = "nothing of it was applied; sync again, the next delta contains this one"
 
@@ -67,7 +99,8 @@ class FrameHead:
         width: bytes of an element.
         first, length: the chunk, elements [first, first + length) of the space of that width (see `Segment`).
         seed: the whole chunk, not what changed in it.
-        keep: the positions are to be kept for the next delta, see `codec.previous_delta`; it is for the sender to say, so it is not compared.
+        keep: the positions are to be kept for the next delta, see `codec.previous_delta`; it is for the
+            sender to say, so it is not compared.
     """
 
     schema: int
@@ -95,8 +128,18 @@ def pack_head(head: FrameHead, *, size: int, segments: int) -> np.ndarray:
         OverflowError: a field does not fit.
     """
     flags = _SEED * head.seed + _KEEP * head.keep
-    values = {"magic": MAGIC, "format": FORMAT, "flags": flags, "checksum": 0, "size": size, "segments": segments, "zero": 0}
-    row = np.array([tuple(values[name] if name in values else getattr(head, name) for name in _COLUMNS)], HEAD)
+    values = {
+        "magic": MAGIC,
+        "format": FORMAT,
+        "flags": flags,
+        "checksum": 0,
+        "size": size,
+        "segments": segments,
+        "zero": 0,
+    }
+    row = np.array(
+        [tuple(values[name] if name in values else getattr(head, name) for name in _COLUMNS)], HEAD
+    )
     return row.view(np.uint8)
 
 
@@ -107,19 +150,33 @@ def unpack_head(start: np.ndarray, size: int) -> dict[str, Any]:
         FrameError: these are not the first bytes of such a frame.
     """
     if len(start) < HEAD.itemsize:
-        raise FrameError("a frame is cut short", expected=f"at least {HEAD.itemsize} bytes", got=f"{size} bytes", hint=SYNC_AGAIN)
+        raise FrameError(
+            "a frame is cut short",
+            expected=f"at least {HEAD.itemsize} bytes",
+            got=f"{size} bytes",
+            hint=SYNC_AGAIN,
+        )
     row = dict(zip(HEAD.names or (), start[: HEAD.itemsize].view(HEAD)[0].item(), strict=True))
     for name, expected in (("magic", MAGIC), ("format", FORMAT), ("size", size), ("zero", 0)):
         if row[name] != expected:
-            raise FrameError(f"not a frame, or one cut short: its {name} is wrong", expected=expected, got=row[name], hint=SYNC_AGAIN)
+            raise FrameError(
+                f"not a frame, or one cut short: its {name} is wrong",
+                expected=expected,
+                got=row[name],
+                hint=SYNC_AGAIN,
+            )
     if row["flags"] not in {0, _SEED, _KEEP}:
-        raise FrameError("a frame has flags of a later format", expected="0, 1 or 2", got=row["flags"], hint=SYNC_AGAIN)
+        raise FrameError(
+            "a frame has flags of a later format", expected="0, 1 or 2", got=row["flags"], hint=SYNC_AGAIN
+        )
     return row
 
 
 def head_of(row: dict[str, Any]) -> FrameHead:
     """Return what an unpacked head says."""
-    return FrameHead(**{name: row[name] for name in _FIELDS}, seed=row["flags"] == _SEED, keep=row["flags"] == _KEEP)
+    return FrameHead(
+        **{name: row[name] for name in _FIELDS}, seed=row["flags"] == _SEED, keep=row["flags"] == _KEEP
+    )
 
 
 def read_head(frame: Tensor) -> FrameHead:
@@ -135,7 +192,9 @@ def read_head(frame: Tensor) -> FrameHead:
 def check_tensor(frame: Tensor) -> None:
     """Raise ValueError unless a tensor can be a frame."""
     if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous():
-        raise ValueError(f"a frame is a contiguous uint8 tensor of one dimension, not {frame.dtype}{list(frame.shape)}")
+        raise ValueError(
+            f"a frame is a contiguous uint8 tensor of one dimension, not {frame.dtype}{list(frame.shape)}"
+        )
 
 
 def check_head(head: FrameHead, expect: FrameHead) -> None:
@@ -143,7 +202,8 @@ def check_head(head: FrameHead, expect: FrameHead) -> None:
 
     Raises:
         FrameError: it belongs to another channel, source, place or kind of sync.
-        VersionRestart, VersionGap, VersionReplay, VersionError: it does not lead from the version held to the next.
+        VersionRestart, VersionGap, VersionReplay, VersionError: it does not lead from the version held to the
+            next.
     """
     if head == expect:
         return
@@ -156,15 +216,19 @@ def check_head(head: FrameHead, expect: FrameHead) -> None:
 def _check_field(name: str, head: FrameHead, expect: FrameHead) -> None:
     got, expected = getattr(head, name), getattr(expect, name)
     if got != expected:
-        raise FrameError(f"a frame does not belong here: its {name} is wrong", expected=expected, got=got, hint=SYNC_AGAIN)
+        raise FrameError(
+            f"a frame does not belong here: its {name} is wrong", expected=expected, got=got, hint=SYNC_AGAIN
+        )
 
 
 def _check_versions(head: FrameHead, expect: FrameHead) -> None:
     if head.lineage != expect.lineage:
         raise VersionRestart(
             "a frame comes from another run of the trainer",
-            expected=f"stream {expect.lineage:016x}", got=f"stream {head.lineage:016x}", hint=_SEED_IT,
-        )  # fmt: skip
+            expected=f"stream {expect.lineage:016x}",
+            got=f"stream {head.lineage:016x}",
+            hint=_SEED_IT,
+        )
     fault: tuple[type[VersionError], str, str] | None = None
     if head.base > expect.base:
         fault = VersionGap, "a frame starts from a later version than is held", _SEED_IT
@@ -174,4 +238,9 @@ def _check_versions(head: FrameHead, expect: FrameHead) -> None:
         fault = VersionError, "a frame leads from or to another version", _SEED_IT
     if fault:
         kind, what, hint = fault
-        raise kind(what, expected=f"{expect.base} -> {expect.version}", got=f"{head.base} -> {head.version}", hint=hint)
+        raise kind(
+            what,
+            expected=f"{expect.base} -> {expect.version}",
+            got=f"{head.base} -> {head.version}",
+            hint=hint,
+        )

@@ -1,7 +1,8 @@
 """Index codecs: the positions of a segment's changes as a stream of bytes.
 
-Positions count from the start of the segment and strictly increase. A codec is an entry of `INDEX_CODECS`, under the number
-that names it on the wire; `codec.selector` says which is taken. To add one, write a class like those below.
+Positions count from the start of the segment and strictly increase. A codec is an entry of `INDEX_CODECS`,
+under the number that names it on the wire; `codec.selector` says which is taken. To add one, write a class
+like those below.
 
 | number | name | stream |
 |---|---|---|
@@ -26,10 +27,23 @@ from dte_dist.codec.header import SYNC_AGAIN
 from dte_dist.errors import FrameError
 from dte_dist.kernels.planes import MOST_LOW, bitmap_bytes, ef_size
 
-__all__ = ["AGAIN", "BITMAP", "DENSE", "EF", "I32", "INDEX_CODECS", "U16", "Again", "IndexCodec", "Verdict", "check_size"]
+__all__ = [
+    "AGAIN",
+    "BITMAP",
+    "DENSE",
+    "EF",
+    "I32",
+    "INDEX_CODECS",
+    "U16",
+    "Again",
+    "IndexCodec",
+    "Verdict",
+    "check_size",
+]
 
 Verdict = bool | Tensor
-"""Whether a stream is sound; a bool tensor of no dimension where only the device knows yet (see `kernels`)."""
+"""Whether a stream is sound; a bool tensor of no dimension where only the device knows yet (see `kernels`).
+"""
 
 
 class IndexCodec(Protocol):
@@ -47,10 +61,13 @@ class IndexCodec(Protocol):
         """Return the bytes of the stream of `count` positions in a segment of `length` elements."""
 
     def encode(self, positions: Tensor, length: int) -> tuple[Tensor, int]:
-        """Write int32 positions, strictly increasing in [0, length), as new uint8; return that and `low`, for the table."""
+        """Write int32 positions, strictly increasing in [0, length), as new uint8; return that and `low`, for
+        the table.
+        """
 
     def decode(self, stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor | None, Verdict]:
-        """Read any bytes as int32[count] positions (None: all), and say whether they strictly increase in [0, length).
+        """Read any bytes as int32[count] positions (None: all), and say whether they strictly increase in [0,
+        length).
 
         The positions may share the memory of the stream.
 
@@ -124,7 +141,9 @@ class Blocks:
 
 
 class EliasFano:
-    """Within half a bit for each position of what positions that are independent need at least; with the best number of low bits."""
+    """Within half a bit for each position of what positions that are independent need at least; with the best
+    number of low bits.
+    """
 
     number, name = 3, "ef"
 
@@ -161,18 +180,22 @@ class Bitmap:
 
 _RUNS: Final = 8
 _RUN: Final = 256
-"""How many runs of how many previous positions are looked for among the new ones, to judge how many come again."""
+"""How many runs of how many previous positions are looked for among the new ones, to judge how many come
+again.
+"""
 
 _WITHOUT: Final = "nothing of it was applied; sync again, the next delta does without"
 
 
 class Again:
-    """A bit for each position that the delta before had in this segment; the best where most of them change again, step after step.
+    """A bit for each position that the delta before had in this segment; the best where most of them change
+    again, step after step.
 
     Unlike the others it is made for one segment: both ends have to know the positions of the delta before.
 
     Args:
-        previous: int32, strictly increasing, counted from the start of the segment, at least one; None if they are not known.
+        previous: int32, strictly increasing, counted from the start of the segment, at least one; None if
+            they are not known.
         positions: those to write.
     """
 
@@ -186,7 +209,9 @@ class Again:
         """Return the previous positions."""
         if self._previous is None:
             what = "a frame counts on the positions of the delta before, which are not known here"
-            raise FrameError(what, expected="another index codec", got=f"{self.name} without a history", hint=_WITHOUT)
+            raise FrameError(
+                what, expected="another index codec", got=f"{self.name} without a history", hint=_WITHOUT
+            )
         return self._previous
 
     @cached_property
@@ -208,7 +233,8 @@ class Again:
         return bitmap_bytes(known) + _size_of_fresh(max(count - known, 0), length)
 
     def estimate(self, count: int, length: int) -> int:
-        """Return about how many bytes the stream takes, judged by some of the previous positions; all of them cost a pass.
+        """Return about how many bytes the stream takes, judged by some of the previous positions; all of them
+        cost a pass.
 
         On an accelerator it waits three times.
         """
@@ -221,8 +247,14 @@ class Again:
     def _share(self) -> float:
         """Return which share of the previous positions comes again, in some runs of them."""
         known, positions = self._known, self._all
-        runs = [known[start : start + _RUN] for start in range(0, len(known) - _RUN, (len(known) - _RUN) // _RUNS)]
-        ends = [int(end) for run in torch.stack([run[:: _RUN - 1] for run in runs]).tolist() for end in (run[0], run[1] + 1)]
+        runs = [
+            known[start : start + _RUN] for start in range(0, len(known) - _RUN, (len(known) - _RUN) // _RUNS)
+        ]
+        ends = [
+            int(end)
+            for run in torch.stack([run[:: _RUN - 1] for run in runs]).tolist()
+            for end in (run[0], run[1] + 1)
+        ]
         borders = kernels.on(positions.device).borders(positions, ends)
         now = torch.cat([positions[low:high] for low, high in zip(borders[::2], borders[1::2], strict=True)])
         fresh = kernels.codecs_on(known.device).split_again(torch.cat(runs), now)[1]
@@ -246,7 +278,9 @@ class Again:
         again: int = codecs.count_again(plane, len(known))
         if not 0 <= again <= count:
             what, got = f"a stream of codec {self.name} is not sound", "others" if again < 0 else again
-            raise FrameError(what, expected=f"up to {count} of {len(known)} that come again", got=got, hint=SYNC_AGAIN)
+            raise FrameError(
+                what, expected=f"up to {count} of {len(known)} that come again", got=got, hint=SYNC_AGAIN
+            )
         fresh = count - again
         _check_low(self.name, low, MOST_LOW if fresh else 0)
         check_size(self.name, stream, at + (ef_size(fresh, length, low) if fresh else 0))
@@ -274,4 +308,9 @@ def check_size(name: str, stream: Tensor, size: int) -> None:
 
 def _check_low(name: str, low: int, most: int) -> None:
     if low > most:
-        raise FrameError(f"a stream of codec {name} cannot have so many low bits", expected=f"up to {most}", got=low, hint=SYNC_AGAIN)
+        raise FrameError(
+            f"a stream of codec {name} cannot have so many low bits",
+            expected=f"up to {most}",
+            got=low,
+            hint=SYNC_AGAIN,
+        )

@@ -1,13 +1,16 @@
 """What the delta before changed, at both ends: the positions that the index codec `again` counts on.
 
-1. While frames are written or read, `before` gives the places of the same chunk in the delta that made the frame's base, and `note`
-   takes those of this one. A source notes what it writes, a receiver what it has read and proven.
-2. `commit` lets what was noted be what is known: the sync made a version. `forget` drops what was noted: it did not.
+1. While frames are written or read, `before` gives the places of the same chunk in the delta that made the
+   frame's base, and `note` takes those of this one. A source notes what it writes, a receiver what it has
+   read and proven.
+2. `commit` lets what was noted be what is known: the sync made a version. `forget` drops what was noted: it
+   did not.
 3. `drop` drops all: what was known need not be what the other end knows.
 
-What is known belongs to one (version, stream). Each of these is made by exactly one sync, so a frame whose base and stream are those of the
-history speaks of the same delta at both ends. That a receiver which follows has that history is for the source to see to: see
-`Source.commit`. Chunks are told apart by source, number and schema, which differs between routes and lanes (`sync.frame_builder`).
+What is known belongs to one (version, stream). Each of these is made by exactly one sync, so a frame whose
+base and stream are those of the history speaks of the same delta at both ends. That a receiver which follows
+has that history is for the source to see to: see `Source.commit`. Chunks are told apart by source, number and
+schema, which differs between routes and lanes (`sync.frame_builder`).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ _SLACK: Final = 1024
 
 
 class DeltaPositions:
-    """Which elements of a chunk changed, segment by segment; segments that were sent whole are not among them.
+    """Which elements of a chunk changed, segment by segment; segments that were sent whole are not among
+    them.
 
     Example:
         >>> places = DeltaPositions()
@@ -45,9 +49,11 @@ class DeltaPositions:
         self._parts: list[tuple[int, Tensor]] = []
 
     def add(self, first: int, length: int, positions: Tensor) -> None:
-        """Add the int32 positions of segment [first, first + length), counted from `first`; segments come in ascending order.
+        """Add the int32 positions of segment [first, first + length), counted from `first`; segments come in
+        ascending order.
 
-        They must stay as they are. What is a small part of larger memory is copied, so that this is not kept with it.
+        They must stay as they are. What is a small part of larger memory is copied, so that this is not kept
+        with it.
         """
         if positions.untyped_storage().nbytes() > 2 * positions.nbytes + _SLACK:
             positions = positions.clone()
@@ -55,7 +61,8 @@ class DeltaPositions:
         self._parts.append((length, positions))
 
     def within(self, first: int, length: int) -> Tensor | None:
-        """Return the int32 positions in [first, first + length), counted from `first`; None if there are none.
+        """Return the int32 positions in [first, first + length), counted from `first`; None if there are
+        none.
 
         Waits for the device at a segment that is cut by the range: twice at most.
         """
@@ -103,7 +110,9 @@ class PreviousDelta:
         self._noted: dict[tuple[int, int, int], DeltaPositions] = {}
 
     def before(self, head: FrameHead) -> DeltaPositions | None:
-        """Return the places of a frame's chunk in the delta that made its base; None if they are not known, or there are none."""
+        """Return the places of a frame's chunk in the delta that made its base; None if they are not known,
+        or there are none.
+        """
         return self._known.get(_key(head)) if self._made == (head.base, head.lineage) else None
 
     def record(self, head: FrameHead, places: DeltaPositions) -> None:

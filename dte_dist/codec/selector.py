@@ -1,4 +1,5 @@
-"""Which pair of codecs a segment is written with: by exact sizes and by what codecs and link cost, before anything is encoded.
+"""Which pair of codecs a segment is written with: by exact sizes and by what codecs and link cost, before
+anything is encoded.
 
 | `codec=` | takes |
 |---|---|
@@ -7,12 +8,14 @@
 | `"auto"` | the least seconds: bytes over the speed of the link, and what the codecs take; `"fast"` where the speed is not known |
 | `"ef+planes"` or any other pair | that pair |
 
-All but "fast" take the index codec `again` where it is the best one, and have both ends keep positions for it (`codec.previous_delta`): "small"
-where it is smaller by an eighth, since it takes twice as long as the others, "auto" only over links that are slow enough for it to pay.
-The pair "again+..." is "ef+..." where `again` is not smaller.
+All but "fast" take the index codec `again` where it is the best one, and have both ends keep positions for it
+(`codec.previous_delta`): "small" where it is smaller by an eighth, since it takes twice as long as the
+others, "auto" only over links that are slow enough for it to pay. The pair "again+..." is "ef+..." where
+`again` is not smaller.
 
-All of them send a segment whole where that is cheaper: dense with `raw`, or with distances where both ends know the bits that were
-there. How a segment's changes are written is decided segment by segment, but whether they are bits or distances once for all
+All of them send a segment whole where that is cheaper: dense with `raw`, or with distances where both ends
+    know the bits that were there. How a segment's changes are written is decided segment by segment, but
+    whether they are bits or distances once for all
 segments of a width: distances have to be taken where the known bits are at hand.
 """
 
@@ -24,7 +27,16 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from dte_dist.codec.index_codecs import AGAIN, BITMAP, DENSE, EF, I32, INDEX_CODECS, U16, Again, IndexCodec
-from dte_dist.codec.value_codecs import MOST_RELATIVE, PLANES, RAW, ULP, ULP8, VALUE_CODECS, ValueCodec, Values
+from dte_dist.codec.value_codecs import (
+    MOST_RELATIVE,
+    PLANES,
+    RAW,
+    ULP,
+    ULP8,
+    VALUE_CODECS,
+    ValueCodec,
+    Values,
+)
 
 __all__ = ["FAST", "CodecSelector"]
 
@@ -37,12 +49,24 @@ _SAVED: Final = 1.6
 """Bytes that `again` saves for each change against `u16`, where most positions come again."""
 
 _WORTH: Final = 0.875
-"""For "small", which does not weigh time: the bytes that positions in `again` may take at most, of those in another codec."""
+"""For "small", which does not weigh time: the bytes that positions in `again` may take at most, of those in
+another codec.
+"""
 
 _SECONDS: Final = {
-    I32: 0.9e-9, U16: 1.0e-9, EF: 4.9e-9, BITMAP: 4.0e-9, AGAIN: 8.6e-9, RAW: 0.6e-9, ULP: 4.0e-9, ULP8: 6.2e-9, PLANES: 8.0e-9,
-}  # fmt: skip
-"""Seconds for each change to write and read it, estimated from runs on one core of a busy server; distances are also taken and added."""
+    I32: 0.9e-9,
+    U16: 1.0e-9,
+    EF: 4.9e-9,
+    BITMAP: 4.0e-9,
+    AGAIN: 8.6e-9,
+    RAW: 0.6e-9,
+    ULP: 4.0e-9,
+    ULP8: 6.2e-9,
+    PLANES: 8.0e-9,
+}
+"""Seconds for each change to write and read it, estimated from runs on one core of a busy server; distances
+are also taken and added.
+"""
 
 _DENSE_SECONDS: Final = {RAW: 0.4e-9, ULP: 2.0e-9, ULP8: 3.0e-9, PLANES: 5.0e-9}
 """Seconds for each element of a segment that is sent whole."""
@@ -54,9 +78,11 @@ class CodecSelector:
 
     Args:
         codec: "fast", "small", "auto", or a pair such as "ef+planes".
-        bytes_per_second: of the slowest link that a frame passes; None if that is not known. Only "auto" asks.
-        ratio: changes are written as changes where they take fewer bytes than `ratio` times those of the whole segment. 1.0 compares
-            bytes alone; less sends segments whole earlier, which is cheaper to write into place than many changes are.
+        bytes_per_second: of the slowest link that a frame passes; None if that is not known. Only "auto"
+            asks.
+        ratio: changes are written as changes where they take fewer bytes than `ratio` times those of the
+            whole segment. 1.0 compares bytes alone; less sends segments whole earlier, which is cheaper to
+            write into place than many changes are.
 
     Raises:
         ValueError: there is no such codec, or a number is out of range.
@@ -77,7 +103,9 @@ class CodecSelector:
 
     def __post_init__(self) -> None:
         if not 0 < self.sparse_bytes_ratio <= 1:
-            raise ValueError(f"sparse_bytes_ratio must be above 0 and at most 1, got {self.sparse_bytes_ratio!r}")
+            raise ValueError(
+                f"sparse_bytes_ratio must be above 0 and at most 1, got {self.sparse_bytes_ratio!r}"
+            )
         if self.bytes_per_second is not None and not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second must be positive or None, got {self.bytes_per_second!r}")
         timed = self.codec == "auto" and self.bytes_per_second is not None
@@ -86,7 +114,9 @@ class CodecSelector:
         object.__setattr__(self, "_again", AGAIN in index)
         object.__setattr__(self, "_absolute", tuple(codec for codec in value if not codec.relative))
         object.__setattr__(self, "_relative", tuple(codec for codec in value if codec.relative))
-        object.__setattr__(self, "_byte", 1 / self.bytes_per_second if timed and self.bytes_per_second else 0.0)
+        object.__setattr__(
+            self, "_byte", 1 / self.bytes_per_second if timed and self.bytes_per_second else 0.0
+        )
 
     def relative(self, width: int) -> bool:
         """Return whether elements of this width are written as distances."""
@@ -102,7 +132,8 @@ class CodecSelector:
     def select(
         self, count: int, length: int, values: Values, *, whole: bool, again: Again | None = None
     ) -> tuple[IndexCodec, ValueCodec, bool]:
-        """Return how a segment with `count` changes in `length` elements is written, and whether it is sent whole though not all changed.
+        """Return how a segment with `count` changes in `length` elements is written, and whether it is sent
+        whole though not all changed.
 
         Args:
             count: at least 1.
@@ -161,12 +192,16 @@ class CodecSelector:
         return best, least, cost if cost < math.inf else self._cost(best, least, values.count)
 
     def _whole_of(self, count: int, length: int, values: Values, size: int) -> tuple[ValueCodec, float]:
-        """Return the best codec of all elements of a segment, and its cost; `size` is that of the changes alone."""
+        """Return the best codec of all elements of a segment, and its cost; `size` is that of the changes
+        alone.
+        """
         dense = length * values.width
         best: ValueCodec = RAW
         cost = dense * self._byte + length * _DENSE_SECONDS[RAW] if self._byte else dense
         for codec in self._relative if values.relative else ():
-            if DENSE in self._index or codec.least(length, values.width) < size:  # else nothing has to be measured
+            if (
+                DENSE in self._index or codec.least(length, values.width) < size
+            ):  # else nothing has to be measured
                 whole = codec.size(values, length - count)
                 each = whole * self._byte + length * _DENSE_SECONDS[codec] if self._byte else whole
                 if whole < dense and each < cost:
@@ -193,7 +228,10 @@ def _codecs(codec: str, timed: bool) -> tuple[tuple[IndexCodec, ...], tuple[Valu
     pair = _named(INDEX_CODECS.values(), index), _named(VALUE_CODECS.values(), value)
     if not plus or None in pair:
         names = [", ".join(each.name for each in codecs.values()) for codecs in (INDEX_CODECS, VALUE_CODECS)]
-        raise ValueError(f'codec must be "fast", "small", "auto", or one of {names[0]}, "+", and one of {names[1]}; got {codec!r}')
+        raise ValueError(
+            f'codec must be "fast", "small", "auto", or one of {names[0]}, "+", and one of '
+            f"{names[1]}; got {codec!r}"
+        )
     return (EF, AGAIN) if pair[0] is AGAIN else (pair[0],), (pair[1],)  # type: ignore[return-value]
 
 

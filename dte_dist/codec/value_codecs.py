@@ -1,8 +1,8 @@
 """Value codecs: the new bits of a segment's changes as a stream of bytes.
 
-A codec is an entry of `VALUE_CODECS`, under the number that names it on the wire. Those that are relative write how far the bits
-moved, in their order and modulo 2^bits (docs/protocol.md, "Distances"): a reader that holds what the writer knows adds the
-distances to it. They exist for elements of 1, 2 and 4 bytes.
+A codec is an entry of `VALUE_CODECS`, under the number that names it on the wire. Those that are relative
+write how far the bits moved, in their order and modulo 2^bits (docs/protocol.md, "Distances"): a reader that
+holds what the writer knows adds the distances to it. They exist for elements of 1, 2 and 4 bytes.
 
 | number | name | relative | stream |
 |---|---|---|---|
@@ -27,18 +27,31 @@ from dte_dist.errors import FrameError
 from dte_dist.kernels.planes import MOST_LOW, Classes, Planes, bitmap_bytes, ef_size, low_size, padded
 from dte_dist.tensors.flat import BITS
 
-__all__ = ["MOST_RELATIVE", "NO_PARAMS", "PLANES", "RAW", "ULP", "ULP8", "VALUE_CODECS", "BitPlaneParams", "ValueCodec", "Values"]
+__all__ = [
+    "MOST_RELATIVE",
+    "NO_PARAMS",
+    "PLANES",
+    "RAW",
+    "ULP",
+    "ULP8",
+    "VALUE_CODECS",
+    "BitPlaneParams",
+    "ValueCodec",
+    "Values",
+]
 
 MOST_RELATIVE: Final = 4
 """Bytes of the widest elements that have distances."""
 
 
 class BitPlaneParams(NamedTuple):
-    """What the table says of a stream of values, beside its size; all 0 but for `planes` (docs/protocol.md, "Values").
+    """What the table says of a stream of values, beside its size; all 0 but for `planes` (docs/protocol.md,
+    "Values").
 
     Attributes:
         shift: low bits that are written as they are.
-        spread: 1 more than the low bits of the positions of the far ones, which have other bits than these; 0 if these are a plane.
+        spread: 1 more than the low bits of the positions of the far ones, which have other bits than these; 0
+            if these are a plane.
         far: how many are far.
         unary: bits of the plane in which the lengths of their other bits are written in unary.
     """
@@ -53,7 +66,8 @@ NO_PARAMS: Final = BitPlaneParams()
 
 
 class Values:
-    """The values of one segment, bits or distances, and what they would cost; worked out when it is first asked for.
+    """The values of one segment, bits or distances, and what they would cost; worked out when it is first
+    asked for.
 
     Args:
         values: one for each position: bits, or int32 distances.
@@ -110,8 +124,11 @@ class ValueCodec(Protocol):
     def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
         """Write values as new uint8; they cannot be written again."""
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
-        """Read any bytes as `count` values and say whether they are sound; the values may share the memory of the stream.
+    def decode(
+        self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams
+    ) -> tuple[Tensor, Verdict]:
+        """Read any bytes as `count` values and say whether they are sound; the values may share the memory of
+        the stream.
 
         Raises:
             FrameError: the stream does not have the right size, or the terms are not those of this codec.
@@ -133,10 +150,14 @@ class Whole:
     def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
         kept = values.values
         if self.relative and values.width < kept.element_size():
-            return kernels.codecs_on(kept.device).narrow(kept, BITS[values.width]).view(torch.uint8), NO_PARAMS
+            return kernels.codecs_on(kept.device).narrow(kept, BITS[values.width]).view(
+                torch.uint8
+            ), NO_PARAMS
         return kept.clone(memory_format=torch.contiguous_format).view(torch.uint8), NO_PARAMS
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
+    def decode(
+        self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams
+    ) -> tuple[Tensor, Verdict]:
         check_size(self.name, stream, count * dtype.itemsize)
         _check_terms(self.name, params, params == NO_PARAMS)
         return stream.view(dtype), True
@@ -154,9 +175,13 @@ class Ulp8:
         return padded(values.count + zeros) + values.width * values.others
 
     def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
-        return kernels.codecs_on(values.values.device).encode_ulp8(values.values, values.width, values.others), NO_PARAMS
+        return kernels.codecs_on(values.values.device).encode_ulp8(
+            values.values, values.width, values.others
+        ), NO_PARAMS
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
+    def decode(
+        self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams
+    ) -> tuple[Tensor, Verdict]:
         _check_terms(self.name, params, params == NO_PARAMS)
         escapes = _escapes(self.name, stream, padded(count), dtype.itemsize, count)
         return kernels.codecs_on(stream.device).decode_ulp8(stream, count, dtype, escapes)
@@ -178,14 +203,28 @@ class BitPlanes:
         stream = kernels.codecs_on(values.values.device).encode_planes(values.classes, values.width, plan)
         return stream, BitPlaneParams(plan.shift, plan.spread, plan.far, plan.unary)
 
-    def decode(self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams) -> tuple[Tensor, Verdict]:
+    def decode(
+        self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams
+    ) -> tuple[Tensor, Verdict]:
         shift, spread, far, unary = params
         most = 8 * dtype.itemsize - shift
-        _check_terms(self.name, params, most > 0 and spread <= MOST_LOW + 1 and far <= count and far <= unary <= far * most)
+        _check_terms(
+            self.name,
+            params,
+            most > 0 and spread <= MOST_LOW + 1 and far <= count and far <= unary <= far * most,
+        )
         places = ef_size(far, count, spread - 1) if spread else bitmap_bytes(count)
-        size = bitmap_bytes(count) + low_size(count, shift) + places + bitmap_bytes(unary) + bitmap_bytes(unary - far)
+        size = (
+            bitmap_bytes(count)
+            + low_size(count, shift)
+            + places
+            + bitmap_bytes(unary)
+            + bitmap_bytes(unary - far)
+        )
         check_size(self.name, stream, size)
-        return kernels.codecs_on(stream.device).decode_planes(stream, count, dtype, Planes(shift, spread, far, unary, size))
+        return kernels.codecs_on(stream.device).decode_planes(
+            stream, count, dtype, Planes(shift, spread, far, unary, size)
+        )
 
 
 RAW, ULP, ULP8, PLANES = Whole(0, "raw", False), Whole(1, "ulp", True), Ulp8(), BitPlanes()
@@ -198,10 +237,20 @@ def _escapes(name: str, stream: Tensor, before: int, width: int, most: int) -> i
     escapes, odd = divmod(len(stream) - before, width)
     if odd or not 0 <= escapes <= most:
         expected = f"{before} to {before + most * width} bytes, in steps of {width}"
-        raise FrameError(f"a stream of codec {name} has the wrong size", expected=expected, got=f"{len(stream)} bytes", hint=SYNC_AGAIN)
+        raise FrameError(
+            f"a stream of codec {name} has the wrong size",
+            expected=expected,
+            got=f"{len(stream)} bytes",
+            hint=SYNC_AGAIN,
+        )
     return escapes
 
 
 def _check_terms(name: str, params: BitPlaneParams, fits: bool) -> None:
     if not fits:
-        raise FrameError(f"a stream of codec {name} cannot have these terms", expected="those of its codec", got=params, hint=SYNC_AGAIN)
+        raise FrameError(
+            f"a stream of codec {name} cannot have these terms",
+            expected="those of its codec",
+            got=params,
+            hint=SYNC_AGAIN,
+        )

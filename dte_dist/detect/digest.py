@@ -1,7 +1,8 @@
 """Digests of tensors: 64 bits for each, a sum over its elements of a hash of position and bits.
 
-Since it is a sum, parts of a tensor that several ranks hold are digested by each of them and added: what the digest says depends on
-the elements and on where they belong, not on who holds them. Sums wrap around modulo 2^64; docs/protocol.md has the hash.
+Since it is a sum, parts of a tensor that several ranks hold are digested by each of them and added: what the
+    digest says depends on the elements and on where they belong, not on who holds them. Sums wrap around
+    modulo 2^64; docs/protocol.md has the hash.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _DEVICE_CHUNK: Final = 1 << 24
 
 
 Space = tuple[Sequence[Tables], np.ndarray]
-"""Another space: tables from the positions of some tensors to its own, and int64[pieces + 1], where each of its pieces begins."""
+"""Another space: tables from the positions of some tensors to its own, and int64[pieces + 1], where each of
+its pieces begins.
+"""
 
 
 def digests(flat: FlatTensors, spaces: Sequence[Space]) -> list[np.ndarray]:
@@ -35,7 +38,8 @@ def digests(flat: FlatTensors, spaces: Sequence[Space]) -> list[np.ndarray]:
 
     Args:
         flat: tensors of one element width, read as the dtypes that it says.
-        spaces: elements that the tables of a space drop are left out; positions are hashed as counted from where their piece begins.
+        spaces: elements that the tables of a space drop are left out; positions are hashed as counted from
+            where their piece begins.
 
     Returns:
         For each space int64[pieces].

@@ -1,11 +1,14 @@
 """Fingerprints of live tensors, by which a receiver notices that somebody else wrote to its copy.
 
-1. `of` takes down where every tensor lies and autograd's version counter, which moves with every write that autograd sees.
+1. `of` takes down where every tensor lies and autograd's version counter, which moves with every write that
+   autograd sees.
 2. A sync takes one when it begins and compares it with the one of its last commit.
-3. It takes another before it votes and one after it wrote: `foreign_writes` says which counters moved further than its own writes did.
+3. It takes another before it votes and one after it wrote: `foreign_writes` says which counters moved further
+   than its own writes did.
 
-Inference tensors have no version counter. They are fingerprinted by a digest of their bits, which costs one read of them. Writes through
-`tensor.data` or numpy move no counter and are not noticed: `dte_dist.invalidate` says so, `dte_dist.verify` finds out.
+Inference tensors have no version counter. They are fingerprinted by a digest of their bits, which costs one
+read of them. Writes through `tensor.data` or numpy move no counter and are not noticed: `dte_dist.invalidate`
+says so, `dte_dist.verify` finds out.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class Fingerprint:
     """Where some tensors lay at one moment, and how often they had been written to.
 
     Attributes:
-        addresses, versions: int64[tensors], memory address and version counter; the counter is -1 for an inference tensor.
+        addresses, versions: int64[tensors], memory address and version counter; the counter is -1 for an
+            inference tensor.
         digests: int64[inference tensors], of their bits.
         twins: version counters of further tensors over the same memory; see `LiveTensors.twin_versions`.
 
@@ -60,13 +64,18 @@ class Fingerprint:
         return self.twins == other.twins and all(
             np.array_equal(mine, theirs)
             for mine, theirs in zip(
-                (self.addresses, self.versions, self.digests), (other.addresses, other.versions, other.digests), strict=True
+                (self.addresses, self.versions, self.digests),
+                (other.addresses, other.versions, other.digests),
+                strict=True,
             )
         )
 
 
-def external_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of tensors that were replaced, or whose counters moved further than this rank's own writes moved them.
+def external_writes(
+    before: Fingerprint, now: Fingerprint, own: np.ndarray, tensors: Sequence[Tensor]
+) -> list[int]:
+    """Return the indices of tensors that were replaced, or whose counters moved further than this rank's own
+    writes moved them.
 
     Args:
         before, now: fingerprints of the same tensors; digests do not count, since own writes change them.
@@ -97,10 +106,11 @@ def external_writes(before: Fingerprint, now: Fingerprint, own: np.ndarray, tens
 
 
 def _counters(before: Fingerprint, now: Fingerprint, tensors: Iterable[Tensor]) -> list[tuple[int, int, int]]:
-    """Return for each tensor what all tensors that share its counter have in common: memory, and where the counter began and ended.
+    """Return for each tensor what all tensors that share its counter have in common: memory, and where the
+    counter began and ended.
 
-    Memory alone does not tell: parts of `weight.data` have counters of their own. Torch does not say who shares one, so those of one memory
-    whose counters began and ended alike count as sharing it.
+    Memory alone does not tell: parts of `weight.data` have counters of their own. Torch does not say who
+        shares one, so those of one memory whose counters began and ended alike count as sharing it.
     """
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return list(zip(memory, before.versions.tolist(), now.versions.tolist(), strict=True))

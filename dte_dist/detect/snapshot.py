@@ -1,11 +1,12 @@
 """The bits that receivers are known to hold, and what differs from them now.
 
-A source keeps one array per width for the blocks it contributes, in wire dtype. It is filled by a seed and then compared, range by
-range, with the live tensors. What differs is taken over in the same pass, while it lies in the cache; the bits that were there are
+A source keeps one array per width for the blocks it contributes, in wire dtype. It is filled by a seed and
+then compared, range by range, with the live tensors. What differs is taken over in the same pass, while it
+lies in the cache; the bits that were there are
 noted, so that it can be undone until every receiver has what was sent:
 
-1. `advance` finds changes and takes them over, range after range, and gives them out in waves: after reading much memory the code that
-   works on changes is no longer in the cache, so it is not called for each range.
+1. `advance` finds changes and takes them over, range after range, and gives them out in waves: after reading
+   much memory the code that works on changes is no longer in the cache, so it is not called for each range.
 2. `settle` forgets what was there: the receivers have it.
 3. `undo` puts it back instead: they do not, and the next changes are found from where they stand.
 """
@@ -35,8 +36,9 @@ _BATCH_CHANGES: Final = 1 << 21
 """Changes that end a wave."""
 
 Detector = Callable[[Tensor, Tensor], Tensor]
-"""A caller's own search for changes: (live bits, known bits) of one range, 1-D integer views in wire dtype, to the ascending int32
-or int64 positions of all elements that may differ. It may name too many elements; one it forgets stays stale. It gets copies.
+"""A caller's own search for changes: (live bits, known bits) of one range, 1-D integer views in wire dtype,
+to the ascending int32 or int64 positions of all elements that may differ. It may name too many elements; one
+it forgets stays stale. It gets copies.
 
 Example:
     >>> def compare(live: torch.Tensor, known: torch.Tensor) -> torch.Tensor:  # a dte_dist.Detector
@@ -84,7 +86,9 @@ class _ScratchBuffers:
 
     @classmethod
     def of(cls, count: int, width: int, device: torch.device) -> _ScratchBuffers:
-        return cls(*(kernels.empty(count, dtype, device) for dtype in (torch.int32, BITS[width], BITS[width])))
+        return cls(
+            *(kernels.empty(count, dtype, device) for dtype in (torch.int32, BITS[width], BITS[width]))
+        )
 
     def after(self, count: int) -> _ScratchBuffers:
         """Return what is left of it."""
@@ -92,11 +96,22 @@ class _ScratchBuffers:
 
     def changed(self, first: int, length: int, count: int) -> Changed:
         """Return the first `count` changes in it as those of a range."""
-        return Changed(first, length, None if count == length else self.positions[:count], self.old[:count], self.new[:count])
+        return Changed(
+            first,
+            length,
+            None if count == length else self.positions[:count],
+            self.old[:count],
+            self.new[:count],
+        )
 
     def undo_columns(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the first `count` positions and old bits, each in one piece: many small ones would leave holes in memory."""
-        kept = tuple(kernels.empty(count, part.dtype, part.device).copy_(part[:count]) for part in (self.positions, self.old))
+        """Return copies of the first `count` positions and old bits, each in one piece: many small ones would
+        leave holes in memory.
+        """
+        kept = tuple(
+            kernels.empty(count, part.dtype, part.device).copy_(part[:count])
+            for part in (self.positions, self.old)
+        )
         return kept[0], kept[1]
 
 
@@ -145,7 +160,8 @@ class Snapshot:
         Args:
             live: the live tensors of a width.
             width: of elements.
-            spans: (first, length) of ranges to go through, one after the other; what is found in different ones is told apart.
+            spans: (first, length) of ranges to go through, one after the other; what is found in different
+                ones is told apart.
             detector: the caller's own search; None compares all.
 
         Yields:
@@ -156,16 +172,28 @@ class Snapshot:
         """
         if width not in self._scratch:
             most = min(len(self.bits[width]), _RANGE_SEGMENTS * self._segment)
-            self._scratch[width] = _ScratchBuffers.of(min(len(self.bits[width]), _BATCH_CHANGES + most), width, self.device)
-        # `torn` is True from before the first bit of a wave is taken over until all of the wave is noted, so that whatever
-        # breaks off in between (an interrupt at any line, too) leaves a snapshot that is known to be of no version.
+            self._scratch[width] = _ScratchBuffers.of(
+                min(len(self.bits[width]), _BATCH_CHANGES + most), width, self.device
+            )
+        # `torn` is True from before the first bit of a wave is taken over until all of the wave is noted, so
+        # that whatever breaks off in between (an interrupt at any line, too) leaves a snapshot that is known
+        # to be of no version.
         wave, filled, torn = list[Changed](), 0, self.inconsistent
         try:
             for first, length in self._ranges(spans):
-                named = self._detected(live, width, (first, length), detector) if detector is not None else None
-                wave.append(self._update_range(live, width, (first, length), self._scratch[width].after(filled), named))
+                named = (
+                    self._detected(live, width, (first, length), detector) if detector is not None else None
+                )
+                wave.append(
+                    self._update_range(
+                        live, width, (first, length), self._scratch[width].after(filled), named
+                    )
+                )
                 self._halfway = False
-                filled, self._range_segments = filled + len(wave[-1]), _RANGE_SEGMENTS if _SPARSE_RATIO * len(wave[-1]) < length else 1
+                filled, self._range_segments = (
+                    filled + len(wave[-1]),
+                    _RANGE_SEGMENTS if _SPARSE_RATIO * len(wave[-1]) < length else 1,
+                )
                 if filled >= _BATCH_CHANGES:
                     done = self._record(width, wave)
                     wave, filled = [], 0
@@ -173,7 +201,9 @@ class Snapshot:
                     yield done
         finally:  # also of what was found before a detector failed
             last = self._record(width, wave)
-            if wave and not self._halfway:  # without a wave nothing was torn here; it may have been elsewhere since the last one
+            if (
+                wave and not self._halfway
+            ):  # without a wave nothing was torn here; it may have been elsewhere since the last one
                 self.inconsistent = torn
         if last:
             yield last
@@ -187,13 +217,19 @@ class Snapshot:
                 yield first, size
                 first += size
 
-    def _update_range(self, live: LiveSpace, width: int, where: tuple[int, int], room: _ScratchBuffers, named: Tensor | None) -> Changed:
-        """Take over what differs in a range, or what stands at the positions that a detector named; it has to be noted."""
+    def _update_range(
+        self, live: LiveSpace, width: int, where: tuple[int, int], room: _ScratchBuffers, named: Tensor | None
+    ) -> Changed:
+        """Take over what differs in a range, or what stands at the positions that a detector named; it has to
+        be noted.
+        """
         first, length = where
         known = self.bits[width][first : first + length]
         if named is None:
             self.inconsistent = self._halfway = True
-            count = self._kernels.advance(live.flat, first, first + length, known, room.positions, room.old, room.new)
+            count = self._kernels.advance(
+                live.flat, first, first + length, known, room.positions, room.old, room.new
+            )
             return room.changed(first, length, count)
         bits = torch.empty_like(known)
         self._kernels.read(live.flat, first, bits)
@@ -213,17 +249,26 @@ class Snapshot:
         self._kernels.read(live.flat, first, bits)
         positions = detector(bits, known)
         if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"a detector returns int32 or int64 positions in one dimension, got {positions.dtype}{list(positions.shape)}")
+            raise ValueError(
+                "a detector returns int32 or int64 positions in one dimension, got "
+                f"{positions.dtype}{list(positions.shape)}"
+            )
         positions = positions.to(known.device).contiguous()
         if not self._kernels.sorted_below(positions, length):
             raise ValueError(f"a detector returns ascending positions within [0, {length})")
         return positions
 
     def _record(self, width: int, wave: list[Changed]) -> list[Changed]:
-        """Note what the ranges of a wave held before; return what changed in them. To note it twice is to put it back twice."""
+        """Note what the ranges of a wave held before; return what changed in them. To note it twice is to put
+        it back twice.
+        """
         wave = [changed for changed in wave if len(changed)]
         few = all(_is_few(changed, width) for changed in wave)
-        self._undo_log += self._record_sparse(width, wave) if few else [self._record_range(width, changed) for changed in wave]
+        self._undo_log += (
+            self._record_sparse(width, wave)
+            if few
+            else [self._record_range(width, changed) for changed in wave]
+        )
         return wave
 
     def _record_sparse(self, width: int, wave: list[Changed]) -> Iterator[_UndoRecord]:
@@ -264,7 +309,9 @@ class Snapshot:
         self.inconsistent = torn
 
     def refresh(self, live: Mapping[int, LiveSpace], ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Take over all live bits, given as ranges (width, first, length) that cover them; this cannot be undone."""
+        """Take over all live bits, given as ranges (width, first, length) that cover them; this cannot be
+        undone.
+        """
         self.inconsistent = True
         self.commit()
         for width, first, length in ranges:

@@ -1,15 +1,18 @@
-"""The engine over any transport: push named tensors as versions, pull them into place, one version after the other.
+"""The engine over any transport: push named tensors as versions, pull them into place, one version after the
+other.
 
-Senders and receivers of one engine know nothing of each other but the plan, if there is one, and what the transport carries: they may be
-one object in one process, or many on many machines. An engine is used by one thread per side.
+Senders and receivers of one engine know nothing of each other but the plan, if there is one, and what the
+    transport carries: they may be one object in one process, or many on many machines. An engine is used by
+    one thread per side.
 
-1. `push` finds what changed since the version pushed last (`engine.tracker`), gives it to the transport, and only then moves on.
-2. `pull` waits for the payload of every sender that this rank needs, and checks each by itself, against the version held, and against
-   the targets (`engine.ends`). A delta must start from the version held, and from the same lineage where both
-   are known. A `Payload` made of the bare tensors of a Delta Transfer Engine has none, and goes by its
-   version alone.
-3. Only if all of them are sound it writes. A receiver that fails while writing, or whose targets somebody else wrote to, has no
-   version; full payloads of all its senders give it one again.
+1. `push` finds what changed since the version pushed last (`engine.tracker`), gives it to the transport, and
+   only then moves on.
+2. `pull` waits for the payload of every sender that this rank needs, and checks each by itself, against the
+   version held, and against the targets (`engine.ends`). A delta must start from the version held, and from
+   the same lineage where both are known. A `Payload` made of the bare tensors of a Delta Transfer Engine has
+   none, and goes by its version alone.
+3. Only if all of them are sound it writes. A receiver that fails while writing, or whose targets somebody
+   else wrote to, has no version; full payloads of all its senders give it one again.
 """
 
 from __future__ import annotations
@@ -73,8 +76,10 @@ class _Copy:
 class DeltaEngine:
     """Keep copies of named tensors bit-identical, over any transport, moving only what changed.
 
-    Without a plan one sender has every tensor whole, and so have the receivers. With a plan any number of senders and receivers each have
-    their own parts of the tensors: each calls with what it holds, and positions are translated on the receiver.
+    Without a plan one sender has every tensor whole, and so have the receivers. With a plan any number of
+    senders and receivers each have
+    their own parts of the tensors: each calls with what it holds, and positions are translated on the
+        receiver.
 
     Args:
         transport: carries the payloads; it stays the caller's to close.
@@ -143,7 +148,8 @@ class DeltaEngine:
 
     @property
     def version(self) -> int:
-        """The version that the targets of this engine hold; -1 if there is none, applying one failed, or others wrote to them.
+        """The version that the targets of this engine hold; -1 if there is none, applying one failed, or
+        others wrote to them.
 
         Example:
             >>> engine, weights = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), {"w": torch.ones(3)}
@@ -157,7 +163,8 @@ class DeltaEngine:
         return self._copy.version
 
     def push(self, tensors: Given, version: int, *, full: bool = False) -> None:
-        """Send what leads from the version pushed last to `version`; everything if there is none, or an anchor is due.
+        """Send what leads from the version pushed last to `version`; everything if there is none, or an
+        anchor is due.
 
         With a plan every sender of it must push every version.
 
@@ -166,13 +173,16 @@ class DeltaEngine:
                 dtype of 1, 2, 4 or 8 bytes, any strides. With a plan the `Layout` that it was made from, or
                 tensors of which `Layout.from_tensors` makes that layout (a new one at every call).
             version: above the one pushed last; a version in which nothing changed is one, too.
-            full: send everything, for receivers that lost their version; names, shapes and dtypes may then be new.
+            full: send everything, for receivers that lost their version; names, shapes and dtypes may then be
+                new.
 
         Raises:
             VersionReplay: `version` is not above the one pushed last.
-            LayoutMismatch: names, shapes or dtypes differ from those pushed last or from the plan, or a tensor cannot be sent; names it.
+            LayoutMismatch: names, shapes or dtypes differ from those pushed last or from the plan, or a
+                tensor cannot be sent; names it.
             ValueError: this rank is no sender of the plan.
-            Exception: whatever the transport raised; the engine is where it was, and the next delta contains this one.
+            Exception: whatever the transport raised; the engine is where it was, and the next delta contains
+                this one.
 
         Example:
             >>> engine, weights = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), {"w": torch.ones(3)}
@@ -185,7 +195,9 @@ class DeltaEngine:
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
         with self._telling():
             outgoing = self._ends.outgoing(tensors)
-            payload = self.tracker.diff(outgoing.tensors, version, full=full or anchor or self._mode == "full", wire=outgoing.wire)
+            payload = self.tracker.diff(
+                outgoing.tensors, version, full=full or anchor or self._mode == "full", wire=outgoing.wire
+            )
         try:
             self._transport.send(self._ends.address(payload), timeout=self._timeout)
         except BaseException:
@@ -203,20 +215,23 @@ class DeltaEngine:
             raise
 
     def pull(self, targets: Given, version: int) -> None:
-        """Wait for a version and write it into place: the payloads of all senders that this rank needs, or nothing.
+        """Wait for a version and write it into place: the payloads of all senders that this rank needs, or
+        nothing.
 
         Args:
-            targets: pairs or a mapping; the same tensors, names, shapes and dtypes at every pull. Addresses stay. With a plan
-                a `Layout` or what makes one, as for `push`.
+            targets: pairs or a mapping; the same tensors, names, shapes and dtypes at every pull. Addresses
+                stay. With a plan a `Layout` or what makes one, as for `push`.
             version: that the targets hold afterwards.
 
         Raises:
             PeerLost: it did not come in time.
-            VersionGap: it starts from a version that the targets do not hold: not yet, or not any more, because somebody else wrote to
-                them since the last pull, or replaced them. A full version of every sender is the hint.
+            VersionGap: it starts from a version that the targets do not hold: not yet, or not any more,
+                because somebody else wrote to them since the last pull, or replaced them. A full version of
+                every sender is the hint.
             VersionReplay: the targets hold it already, or a newer one.
             VersionRestart: it does not continue the run that the targets follow.
-            FrameError, LayoutMismatch: it is damaged or does not fit the targets, which are as they were; names the tensor.
+            FrameError, LayoutMismatch: it is damaged or does not fit the targets, which are as they were;
+                names the tensor.
             ApplyFailed: writing broke off; the targets hold no version until the next full one.
 
         Example:
@@ -254,8 +269,17 @@ class DeltaEngine:
         left = max(deadline - time.monotonic(), 1e-3)
         payload = self._transport.receive(version, sender=sender, timeout=left)
         if not isinstance(payload, Payload) or (payload.version, payload.sender) != (version, sender):
-            got = f"v{payload.version} of rank {payload.sender}" if isinstance(payload, Payload) else type(payload).__name__
-            raise FrameError("the transport returned something else", expected=f"v{version} of rank {sender}", got=got, hint="pull again")
+            got = (
+                f"v{payload.version} of rank {payload.sender}"
+                if isinstance(payload, Payload)
+                else type(payload).__name__
+            )
+            raise FrameError(
+                "the transport returned something else",
+                expected=f"v{version} of rank {sender}",
+                got=got,
+                hint="pull again",
+            )
         return payload
 
     def commit_live_apply(self, staged: Staged, targets: Given) -> None:
@@ -291,7 +315,11 @@ class DeltaEngine:
             for each in landed:
                 each.write()
         except Exception as error:
-            raise ApplyFailed("writing a payload into place broke off", got=f"{type(error).__name__}: {error}", hint=_IN_FULL) from error
+            raise ApplyFailed(
+                "writing a payload into place broke off",
+                got=f"{type(error).__name__}: {error}",
+                hint=_IN_FULL,
+            ) from error
         copy.lineages = {payload.sender: payload.lineage for payload, _ in staged.parts}
         copy.version, copy.slots, copy.marks = staged.version, slots, _marks(tensors)
 
@@ -301,7 +329,9 @@ class DeltaEngine:
         if disturbed:
             self._copy.version = NONE
             what = "somebody else wrote to the targets since the last pull, or replaced them"
-            raise VersionGap(what, tensor=min(disturbed), got=f"{len(disturbed)} of {len(tensors)} tensors", hint=_IN_FULL)
+            raise VersionGap(
+                what, tensor=min(disturbed), got=f"{len(disturbed)} of {len(tensors)} tensors", hint=_IN_FULL
+            )
 
 
 def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> dict[str, Tensor]:
@@ -312,7 +342,8 @@ def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> di
         base_tensors: pairs or a mapping; they are left as they are.
 
     Returns:
-        By name, new contiguous tensors on the devices of the base, which share no memory with base or payload.
+        By name, new contiguous tensors on the devices of the base, which share no memory with base or
+        payload.
 
     Raises:
         FrameError, LayoutMismatch: the payload is damaged or does not fit the base; names the tensor.
@@ -358,12 +389,19 @@ def _ends(plan: Plan | None, rank: int | None) -> Ends:
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no writes."""
-    return {name: (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version) for name, tensor in tensors.items()}
+    """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no
+    writes.
+    """
+    return {
+        name: (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+        for name, tensor in tensors.items()
+    }
 
 
 def _check_chain(payload: Payload, copy: _Copy) -> None:
-    """Check that a payload leads from the version held to a later one; a full one may come from another run."""
+    """Check that a payload leads from the version held to a later one; a full one may come from another
+    run.
+    """
     fault: tuple[type[VersionError], str] | None = None
     held, lineage = copy.version, copy.lineages.get(payload.sender, 0)
     if held == NONE:
@@ -385,7 +423,13 @@ def _check_chain(payload: Payload, copy: _Copy) -> None:
             hint = "drop it" if payload.lineage else f"drop it; if its sender started anew, {hint}"
         got = f"{'full' if payload.full else payload.base_version} -> {payload.version}"
         ranks = [payload.sender] if payload.plan else None
-        raise kind(what, ranks=ranks, expected=f"from {held} on", got=got, hint=_IN_FULL if kind is VersionGap else hint)
+        raise kind(
+            what,
+            ranks=ranks,
+            expected=f"from {held} on",
+            got=got,
+            hint=_IN_FULL if kind is VersionGap else hint,
+        )
 
 
 def _differ(one: int, other: int) -> bool:

@@ -1,7 +1,9 @@
-"""The two ends of an engine: which of the caller's tensors a payload is made of, and where what it says is written.
+"""The two ends of an engine: which of the caller's tensors a payload is made of, and where what it says is
+written.
 
-Here are the ends for one sender that has every tensor whole, as its receivers have: payloads name the caller's own tensors.
-Those of several senders and receivers, each with its own part of each tensor, are in `engine.shared`.
+Here are the ends for one sender that has every tensor whole, as its receivers have: payloads name the
+    caller's own tensors. Those of several senders and receivers, each with its own part of each tensor, are
+    in `engine.shared`.
 """
 
 from __future__ import annotations
@@ -124,12 +126,17 @@ class WholeEnds:
         """
         if payload.plan:
             what = "the payload is the share of one of several senders"
-            raise LayoutMismatch(what, ranks=[payload.sender], hint="give the engine the plan=, and its rank= in it")
+            raise LayoutMismatch(
+                what, ranks=[payload.sender], hint="give the engine the plan=, and its rank= in it"
+            )
         check_changes(changes, targets, full=payload.full)
         return Landed([(change, targets[change.name]) for change in changes])
 
 
 def _no_layout(given: Given) -> NamedTensors:
     if isinstance(given, Layout):
-        raise ValueError("a Layout says which part of each tensor this rank holds: give the engine a plan=, or named tensors")
+        raise ValueError(
+            "a Layout says which part of each tensor this rank holds: give the engine "
+            "a plan=, or named tensors"
+        )
     return given

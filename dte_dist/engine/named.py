@@ -46,16 +46,26 @@ def _pair(item: Any) -> tuple[str, Tensor]:
     match item:
         case (str(name), Tensor() as tensor):
             return name, tensor
-    kinds = ", ".join(type(part).__name__ for part in item) if isinstance(item, tuple) else type(item).__name__
+    kinds = (
+        ", ".join(type(part).__name__ for part in item) if isinstance(item, tuple) else type(item).__name__
+    )
     raise ValueError(f"a named tensor is (name, tensor), not ({kinds})")
 
 
 def _usable(describer: EntryBuilder, name: str, tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
-        hint = "give tensor.full_tensor(), or tensor.to_local() under a name of its own; delta_broadcast takes DTensors as they are"
+        hint = (
+            "give tensor.full_tensor(), or tensor.to_local() under a name of its own; "
+            "delta_broadcast takes DTensors as they are"
+        )
         raise LayoutMismatch("a DTensor is only a part of its tensor", tensor=name, hint=hint)
     if tensor.dtype is torch.complex128:
-        raise LayoutMismatch("elements of 16 bytes cannot be sent", tensor=name, got=tensor.dtype, hint="give torch.view_as_real(tensor)")
+        raise LayoutMismatch(
+            "elements of 16 bytes cannot be sent",
+            tensor=name,
+            got=tensor.dtype,
+            hint="give torch.view_as_real(tensor)",
+        )
     describer.entry(name, tensor)
     return wait_collective(tensor)
 
@@ -81,9 +91,14 @@ def refuse_difference(expected: Slots, got: Slots, *, what: str) -> None:
     Raises:
         LayoutMismatch: names what is missing, extra or different.
     """
-    for fault, names in (("missing", expected.keys() - got.keys()), ("not expected", got.keys() - expected.keys())):
+    for fault, names in (
+        ("missing", expected.keys() - got.keys()),
+        ("not expected", got.keys() - expected.keys()),
+    ):
         if names:
-            shown = ", ".join(map(repr, sorted(names)[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            shown = ", ".join(map(repr, sorted(names)[:8])) + (
+                f" and {len(names) - 8} more" if len(names) > 8 else ""
+            )
             hint = "give the same names on both sides; an iterator that was used before gives none"
             raise LayoutMismatch(f"{what}: {fault} are {shown}", tensor=min(names), hint=hint)
     for name, (shape, dtype) in expected.items():

@@ -7,8 +7,8 @@
 | `w@delta_val` | the new values at these positions, in the dtype of `w` |
 | `w` | all of `w`, instead of the pair |
 
-A tensor that did not change is left out. A sender that is one of several sends its share (`engine.shared`): `w@delta_idx` still
-counts in all of `w`, and a whole `w` is all that the sender holds of it.
+A tensor that did not change is left out. A sender that is one of several sends its share (`engine.shared`):
+`w@delta_idx` still counts in all of `w`, and a whole `w` is all that the sender holds of it.
 
 A full payload has every tensor, whole. In the Delta Transfer Engine it has no header: that is how receivers
 tell it from a delta, and they take its version from the caller. Here it has a header, too, with base version
@@ -18,8 +18,8 @@ says the version.
 No tensor says a lineage (`Payload.lineage`). Its number travels beside the tensors where the transport
 carries it, and counts as not known where it does not.
 
-Nothing that is read is believed: `read_payload` checks what a payload says about itself, `check_changes` what it says about the
-tensors it will be written to; only then does `apply_changes` write.
+Nothing that is read is believed: `read_payload` checks what a payload says about itself, `check_changes` what
+    it says about the tensors it will be written to; only then does `apply_changes` write.
 """
 
 from __future__ import annotations
@@ -41,10 +41,24 @@ from dte_dist.tensors.flat import BITS, FlatTensors
 from dte_dist.transport.base import Payload
 
 __all__ = [
-    "CODEC", "HEADER", "INDEX", "MAGIC", "VALUE", "Change", "apply_changes", "check_changes", "check_version",
-    "flat_bits", "index_dtype", "last_positions", "payload_of", "read_payload", "refuse_reserved",
-    "write_changes", "write_payload",
-]  # fmt: skip
+    "CODEC",
+    "HEADER",
+    "INDEX",
+    "MAGIC",
+    "VALUE",
+    "Change",
+    "apply_changes",
+    "check_changes",
+    "check_version",
+    "flat_bits",
+    "index_dtype",
+    "last_positions",
+    "payload_of",
+    "read_payload",
+    "refuse_reserved",
+    "write_changes",
+    "write_payload",
+]
 
 HEADER: Final = "__awex_delta_header__"
 INDEX: Final = "@delta_idx"
@@ -81,7 +95,8 @@ def index_dtype(numel: int) -> torch.dtype:
 
 
 def flat_bits(tensor: Tensor) -> Tensor:
-    """Return the elements as integers in row-major order, in one dimension; no copy if the tensor is contiguous.
+    """Return the elements as integers in row-major order, in one dimension; no copy if the tensor is
+    contiguous.
 
     Example:
         >>> flat_bits(torch.tensor([[-0.0]]))
@@ -98,7 +113,9 @@ def refuse_reserved(names: Iterable[str]) -> None:
     """
     for name in names:
         if name == HEADER or name.endswith((INDEX, VALUE)):
-            raise LayoutMismatch("the name is reserved in payloads", tensor=name, hint="give the tensor another name")
+            raise LayoutMismatch(
+                "the name is reserved in payloads", tensor=name, hint="give the tensor another name"
+            )
 
 
 def check_version(version: int) -> None:
@@ -205,11 +222,21 @@ def read_payload(payload: Payload) -> tuple[Change, ...]:
     _, _, version, base, sparse, dense = _header(payload.tensors)
     said = (payload.version, payload.base_version, payload.full)
     if said != (version, base, base == NONE):
-        raise _bad("the header of a payload contradicts it", HEADER, f"version, base, full {said}", (version, base, base == NONE))
+        raise _bad(
+            "the header of a payload contradicts it",
+            HEADER,
+            f"version, base, full {said}",
+            (version, base, base == NONE),
+        )
     changes = _collect(payload.tensors)
     pairs = sum(change.positions is not None for change in changes)
     if (pairs, len(changes) - pairs) != (sparse, dense):
-        raise _bad("a payload is not complete", HEADER, f"{sparse} pairs, {dense} whole", f"{pairs} pairs, {len(changes) - pairs} whole")
+        raise _bad(
+            "a payload is not complete",
+            HEADER,
+            f"{sparse} pairs, {dense} whole",
+            f"{pairs} pairs, {len(changes) - pairs} whole",
+        )
     if payload.full and pairs:
         raise _bad("a full payload has changes that are not whole", HEADER, "0 pairs", f"{pairs} pairs")
     _check_order(changes)
@@ -241,7 +268,12 @@ def _header(tensors: Mapping[str, Tensor]) -> list[int]:
     highs = (MAGIC, CODEC, (1 << 62) - 1, (1 << 62) - 1, *[len(tensors)] * len(counts))
     for field, low, value, high in zip(_FIELDS, lows, said, highs, strict=True):
         if not low <= value <= high:
-            raise _bad(f"the {field} of a payload is wrong", HEADER, low if low == high else f"{low} to {high}", value)
+            raise _bad(
+                f"the {field} of a payload is wrong",
+                HEADER,
+                low if low == high else f"{low} to {high}",
+                value,
+            )
     if version <= base:
         raise _bad("a payload leads backwards", HEADER, f"a version above {base}", version)
     return said
@@ -251,7 +283,9 @@ def _collect(tensors: Mapping[str, Tensor]) -> tuple[Change, ...]:
     """Put pairs together."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise _bad("something in a payload is no tensor", str(name), "a name and a tensor", type(tensor).__name__)
+            raise _bad(
+                "something in a payload is no tensor", str(name), "a name and a tensor", type(tensor).__name__
+            )
     _, arrays = brought_home(named({name: tensor for name, tensor in tensors.items() if name != HEADER}))
     changes = []
     for name, tensor in arrays.items():
@@ -260,7 +294,9 @@ def _collect(tensors: Mapping[str, Tensor]) -> tuple[Change, ...]:
         elif not name.endswith(VALUE):
             changes.append(Change(name, None, tensor))
         elif name.removesuffix(VALUE) + INDEX not in arrays:
-            raise _bad("values without positions", name, f"{name.removesuffix(VALUE)}{INDEX} beside it", "none")
+            raise _bad(
+                "values without positions", name, f"{name.removesuffix(VALUE)}{INDEX} beside it", "none"
+            )
     return tuple(changes)
 
 
@@ -286,7 +322,9 @@ def _check_order(changes: Sequence[Change]) -> None:
         verdicts = torch.stack(verdicts).tolist()
     for (name, _), sound in zip(sparse, verdicts, strict=True):
         if not sound:
-            raise _bad("positions of a payload are not sound", name, "strictly ascending, none negative", "others")
+            raise _bad(
+                "positions of a payload are not sound", name, "strictly ascending, none negative", "others"
+            )
 
 
 def check_changes(changes: Sequence[Change], targets: Mapping[str, Tensor], *, full: bool) -> None:
@@ -298,7 +336,8 @@ def check_changes(changes: Sequence[Change], targets: Mapping[str, Tensor], *, f
         full: the payload says that every tensor is there.
 
     Raises:
-        LayoutMismatch: names, shapes or dtypes differ, or names that share memory get different values; names the tensor.
+        LayoutMismatch: names, shapes or dtypes differ, or names that share memory get different values; names
+            the tensor.
         FrameError: a position is outside its tensor; names the tensor.
     """
     known = slots_of(targets)
@@ -323,7 +362,9 @@ def _check_range(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> No
             raise _bad("positions of another dtype", change.name, wanted, change.positions.dtype)
     for change, last in last_positions(changes):
         if last >= targets[change.name].numel():
-            raise _bad("a position is outside its tensor", change.name, f"below {targets[change.name].numel()}", last)
+            raise _bad(
+                "a position is outside its tensor", change.name, f"below {targets[change.name].numel()}", last
+            )
 
 
 def last_positions(changes: Sequence[Change]) -> list[tuple[Change, int]]:
@@ -333,7 +374,11 @@ def last_positions(changes: Sequence[Change]) -> list[tuple[Change, int]]:
         >>> [last for _, last in last_positions([Change("w", torch.tensor([3, 5]), torch.zeros(2))])]
         [5]
     """
-    held = [(change, change.positions) for change in changes if change.positions is not None and len(change.positions)]
+    held = [
+        (change, change.positions)
+        for change in changes
+        if change.positions is not None and len(change.positions)
+    ]
     lasts = torch.stack([positions[-1].to(torch.int64) for _, positions in held]).tolist() if held else []
     return [(change, last) for (change, _), last in zip(held, lasts, strict=True)]
 
@@ -346,7 +391,9 @@ def _check_ties(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> Non
         tie = first.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
         if tie != name and not _equal(by_name.get(tie), by_name.get(name)):
             hint = "tie them on the side of the sender too, or give them memory of their own"
-            raise LayoutMismatch(f"{tie} and {name} share memory but get different values", tensor=name, hint=hint)
+            raise LayoutMismatch(
+                f"{tie} and {name} share memory but get different values", tensor=name, hint=hint
+            )
 
 
 def _equal(one: Change | None, other: Change | None) -> bool:
@@ -380,7 +427,9 @@ def write_changes(landed: Sequence[tuple[Change, Tensor]]) -> None:
         groups.setdefault((target.device, target.element_size()), []).append((change, target))
     with torch.no_grad():
         for (device, width), group in groups.items():
-            _write([change for change, _ in group], FlatTensors([target for _, target in group], width), device)
+            _write(
+                [change for change, _ in group], FlatTensors([target for _, target in group], width), device
+            )
 
 
 def _write(changes: Sequence[Change], flat: FlatTensors, device: torch.device) -> None:

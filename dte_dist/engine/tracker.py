@@ -1,4 +1,6 @@
-"""A sender's side of an engine over a transport: the bits that were sent last, and what differs from them now."""
+"""A sender's side of an engine over a transport: the bits that were sent last, and what differs from them
+now.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ class DeltaTracker:
     """Find what changed since the version that was committed last; nothing advances before `commit`.
 
     Args:
-        ratio: a tensor of n elements of s bytes, k of them changed, is sent in part if k * (4 + s) <= ratio * n * s.
+        ratio: a tensor of n elements of s bytes, k of them changed, is sent in part if k * (4 + s) <= ratio *
+            n * s.
         keep: keep a copy of all bits; without it every payload is full.
         header: give full payloads a header, too. False writes them as the Delta Transfer Engine does, whose
             receivers take whatever has a header for a delta; then only the `Payload` says which version they
@@ -117,7 +120,12 @@ class DeltaTracker:
         return self._chain.deltas
 
     def diff(
-        self, named_tensors: NamedTensors, version: int, *, full: bool = False, wire: Mapping[str, torch.dtype] | None = None
+        self,
+        named_tensors: NamedTensors,
+        version: int,
+        *,
+        full: bool = False,
+        wire: Mapping[str, torch.dtype] | None = None,
     ) -> Payload:
         """Return what leads from the committed version to `version`: a delta, or everything if there is none.
 
@@ -125,12 +133,14 @@ class DeltaTracker:
             named_tensors: plain tensors on one device, or on the CPU and one accelerator; any dtype of 1, 2,
                 4 or 8 bytes. They may change as soon as this returns.
             version: to make; above every version committed so far.
-            full: everything, though there is a version to start from; names, shapes and dtypes may then be new.
+            full: everything, though there is a version to start from; names, shapes and dtypes may then be
+                new.
             wire: by name, dtypes to send instead of the tensors' own: what differs is found after the cast.
 
         Raises:
             VersionReplay: `version` is not above the one committed.
-            LayoutMismatch: names, shapes or dtypes are not those of the version committed, or a tensor cannot be sent; names it.
+            LayoutMismatch: names, shapes or dtypes are not those of the version committed, or a tensor cannot
+                be sent; names it.
 
         Example:
             >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.zeros(1000)}
@@ -147,12 +157,19 @@ class DeltaTracker:
         check_version(version)
         if version <= self._chain.newest:
             newest = f"> {self._chain.newest}"
-            raise VersionReplay("the version is not newer than the one pushed last", expected=newest, got=version, hint="count upwards")
+            raise VersionReplay(
+                "the version is not newer than the one pushed last",
+                expected=newest,
+                got=version,
+                hint="count upwards",
+            )
         tensors = named(named_tensors)
         refuse_reserved(tensors)
         full = full or self._chain.version == NONE or self._snapshot is None
         device, tensors = brought_home(tensors)
-        slots = {name: (shape, (wire or {}).get(name, dtype)) for name, (shape, dtype) in slots_of(tensors).items()}
+        slots = {
+            name: (shape, (wire or {}).get(name, dtype)) for name, (shape, dtype) in slots_of(tensors).items()
+        }
         with torch.inference_mode(False), torch.no_grad():
             whole = (_whole(name, tensor, slots[name][1]) for name, tensor in tensors.items())
             changes = list(whole if full else self._changes(tensors, slots, device))
@@ -192,7 +209,8 @@ class DeltaTracker:
         self._pending = None  # last: until then an interrupt leaves it to `rollback`, which starts a new run
 
     def rollback(self) -> None:
-        """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its changes.
+        """Forget the last `diff`, whose payload may or may not have arrived; the next one contains its
+        changes.
 
         Example:
             >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.zeros(1000)}
@@ -236,7 +254,9 @@ class DeltaTracker:
         for width, names in by_width.items():
             starts = starts_of([int(np.prod(slots[name][0], dtype=np.int64)) for name in names])
             self._spaces[width] = _Space(tuple(names), tuple(slots[name][1] for name in names), starts)
-        self._snapshot = Snapshot({width: int(space.starts[-1]) for width, space in self._spaces.items()}, device, SEGMENT)
+        self._snapshot = Snapshot(
+            {width: int(space.starts[-1]) for width, space in self._spaces.items()}, device, SEGMENT
+        )
 
     def _changes(self, tensors: Mapping[str, Tensor], slots: Slots, device: torch.device) -> Iterator[Change]:
         refuse_difference(self._slots, slots, what="the tensors pushed before and now")
@@ -245,27 +265,46 @@ class DeltaTracker:
         if self._snapshot.device != device:
             self._snapshot.move(device)
         for width, space in self._spaces.items():
-            live = LiveSpace(FlatTensors([tensors[name] for name in space.names], width, space.starts), space.dtypes)
+            live = LiveSpace(
+                FlatTensors([tensors[name] for name in space.names], width, space.starts), space.dtypes
+            )
             for index, parts in _found(self._snapshot, live, width, space).items():
                 start, stop = space.starts[index : index + 2].tolist()
-                whole = self._snapshot.bits[width][start:stop].view(space.dtypes[index]).view(tensors[space.names[index]].shape)
+                whole = (
+                    self._snapshot.bits[width][start:stop]
+                    .view(space.dtypes[index])
+                    .view(tensors[space.names[index]].shape)
+                )
                 yield self._change(space.names[index], whole, parts)
 
     def _change(self, name: str, whole: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> Change:
-        """Return the changes of one tensor in part or whole, whichever the rule says: the bits that the snapshot has taken over."""
-        count, size, numel = sum(len(positions) for positions, _ in parts), whole.element_size(), whole.numel()
+        """Return the changes of one tensor in part or whole, whichever the rule says: the bits that the
+        snapshot has taken over.
+        """
+        count, size, numel = (
+            sum(len(positions) for positions, _ in parts),
+            whole.element_size(),
+            whole.numel(),
+        )
         if count * (4 + size) > self._ratio * numel * size:
             return Change(name, None, whole.clone())
         positions = torch.cat([positions for positions, _ in parts]).to(index_dtype(numel))
         return Change(name, positions, torch.cat([bits for _, bits in parts]).view(whole.dtype))
 
 
-def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[int, list[tuple[Tensor, Tensor]]]:
+def _found(
+    known: Snapshot, live: LiveSpace, width: int, space: _Space
+) -> dict[int, list[tuple[Tensor, Tensor]]]:
     """Return changed positions and bits by tensor, in order; the space is compared across tensor borders."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for changed in itertools.chain.from_iterable(known.diff_and_update(live, width, [(0, int(space.starts[-1]))])):
+    for changed in itertools.chain.from_iterable(
+        known.diff_and_update(live, width, [(0, int(space.starts[-1]))])
+    ):
         first, end, positions = changed.first, changed.first + changed.length, changed.listed()
-        low, high = int(np.searchsorted(space.starts, first, "right")) - 1, int(np.searchsorted(space.starts, end))
+        low, high = (
+            int(np.searchsorted(space.starts, first, "right")) - 1,
+            int(np.searchsorted(space.starts, end)),
+        )
         edges = (space.starts[low : high + 1] - first).clip(0, changed.length).tolist()
         bounds = kernels.on(positions.device).borders(positions, edges)
         for index in np.flatnonzero(np.diff(bounds)).tolist():
@@ -276,7 +315,9 @@ def _found(known: Snapshot, live: LiveSpace, width: int, space: _Space) -> dict[
 
 
 def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Change:
-    """Return a copy of a tensor in the dtype to send; cast in one dimension, as it is when changes are looked for."""
+    """Return a copy of a tensor in the dtype to send; cast in one dimension, as it is when changes are looked
+    for.
+    """
     if tensor.dtype != dtype:
         return Change(name, None, tensor.detach().reshape(-1).to(dtype).view(tensor.shape))
     bits = tensor.detach().view(BITS[tensor.element_size()])

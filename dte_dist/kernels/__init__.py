@@ -1,8 +1,10 @@
 # ruff: noqa: E501
-"""The inner loops of dte_dist, one module per kind of device, all with the same functions; those for the CPU have in addition what is
-worked out on the host for every device (`best_low`, `choose_planes`), and what compiles their loops (`kernels.warming`).
+"""The inner loops of dte_dist, one module per kind of device, all with the same functions; those for the CPU
+have in addition what is worked out on the host for every device (`best_low`, `choose_planes`), and what
+compiles their loops (`kernels.warming`).
 
-`on(device)` returns `kernels.cpu` (numba loops over CPU memory) or `kernels.torch_ops` (plain torch ops, any device):
+`on(device)` returns `kernels.cpu` (numba loops over CPU memory) or `kernels.torch_ops` (plain torch ops, any
+device):
 
 | function | does |
 |---|---|
@@ -19,7 +21,8 @@ worked out on the host for every device (`best_low`, `choose_planes`), and what 
 | `sorted_below(positions, length) -> bool` | strictly increasing, none negative, none >= length |
 | `checksum(frame, skip) -> int` | 64 bits over all 8-byte words; word number `skip` counts as zero |
 
-`remaps_on(device)` returns those that need a table of translation (`plan.IndexMap`), from `kernels.cpu_remap` or `kernels.torch_remap`:
+`remaps_on(device)` returns those that need a table of translation (`plan.IndexMap`), from `kernels.cpu_remap`
+or `kernels.torch_remap`:
 
 | function | does |
 |---|---|
@@ -28,8 +31,9 @@ worked out on the host for every device (`best_low`, `choose_planes`), and what 
 | `fetch(index map, first, bits, array)` | the reverse: fill `bits` from a receiver's space that is one contiguous array |
 | `digest(index map, first, bits, starts, sums)` | add hashes of dense bits, mixed with their places in a receiver's pieces, to the sums of these pieces |
 
-`codecs_on(device)` returns those of the codecs, from `kernels.cpu_codecs` or `kernels.torch_codecs`; docs/protocol.md says what the
-streams are, `kernels.planes` how large they are. Distances are those of bit patterns in their order, modulo the range of their dtype:
+`codecs_on(device)` returns those of the codecs, from `kernels.cpu_codecs` or `kernels.torch_codecs`;
+docs/protocol.md says what the streams are, `kernels.planes` how large they are. Distances are those of bit
+patterns in their order, modulo the range of their dtype:
 
 | function | does |
 |---|---|
@@ -49,19 +53,22 @@ streams are, `kernels.planes` how large they are. Distances are those of bit pat
 | `collect(index map, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
 | `add(bits, distances)`, `subtract(bits, known)` | element by element |
 
-`flat` is a `FlatTensors` (tensors/flat.py): many tensors seen as one array of elements of one width; `advance` and `read` cast those
-that it says are read as another dtype. Bits are uint8, int16, int32 or int64 by width (`BITS`); positions are int32, and where they
-count in a whole flat space (`scatter`, `put`, `gather`, `sorted_below`) also int64. Arrays are 1-D and contiguous.
+`flat` is a `FlatTensors` (tensors/flat.py): many tensors seen as one array of elements of one width;
+`advance` and `read` cast those that it says are read as another dtype. Bits are uint8, int16, int32 or int64
+by width (`BITS`); positions are int32, and where they count in a whole flat space (`scatter`, `put`,
+`gather`, `sorted_below`) also int64. Arrays are 1-D and contiguous.
 
-The CPU kernels split large work over `torch.get_num_threads()` threads (`kernels.threads`); what they write is what one would write.
+The CPU kernels split large work over `torch.get_num_threads()` threads (`kernels.threads`); what they write
+is what one would write.
 
-The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits for the device, so
-a caller may collect many and ask once. Only its `advance` (to learn the count), its `borders` and its `scatter` (to learn which tensors
-are touched, and again if the positions are not ascending) wait themselves, once a call,
-and so does `translate` of `torch_remap`, which `place` and `fetch` go through.
+The `bool` and `int` of `torch_ops` are tensors of no dimension on the device: `bool(...)` or `int(...)` waits
+    for the device, so a caller may collect many and ask once. Only its `advance` (to learn the count), its
+    `borders` and its `scatter` (to learn which tensors are touched, and again if the positions are not
+    ascending) wait themselves, once a call, and so does `translate` of `torch_remap`, which `place` and
+    `fetch` go through.
 
-Whatever writes to a tensor of `flat` moves its version counter by 1, as an in-place op does, and counts that in `flat.writes`: a counter
-that has moved further was moved by somebody else.
+Whatever writes to a tensor of `flat` moves its version counter by 1, as an in-place op does, and counts that
+in `flat.writes`: a counter that has moved further was moved by somebody else.
 """
 
 from __future__ import annotations
@@ -80,7 +87,18 @@ from dte_dist.kernels.identity import Identity
 from dte_dist.kernels.table import Table
 from dte_dist.kernels.warming import warm
 
-__all__ = ["BITS", "Flat", "Identity", "Tables", "codecs_on", "empty", "on", "remaps_on", "rounds_as_torch", "warm"]
+__all__ = [
+    "BITS",
+    "Flat",
+    "Identity",
+    "Tables",
+    "codecs_on",
+    "empty",
+    "on",
+    "remaps_on",
+    "rounds_as_torch",
+    "warm",
+]
 
 BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype that bits of one width are looked at through."""
@@ -152,8 +170,8 @@ class Tables(Protocol):
 def empty(count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return room for `count` elements, in one dimension.
 
-    Much of it on the CPU comes from numpy, which asks Linux for huge pages, as torch does not: else the first write to each page of
-    4 KiB costs several times what is written.
+    Much of it on the CPU comes from numpy, which asks Linux for huge pages, as torch does not: else the first
+        write to each page of 4 KiB costs several times what is written.
 
     Example:
         >>> empty(3, torch.int32).shape
@@ -162,7 +180,9 @@ def empty(count: int, dtype: torch.dtype, device: torch.device | str = "cpu") ->
     size = count * dtype.itemsize
     if size < _MUCH or not _is_cpu(device):
         return torch.empty(count, dtype=dtype, device=device)
-    room = np.empty(size + 2 * _PAGE, np.uint8)  # so that whole pages can begin and end it; what is not touched costs nothing
+    room = np.empty(
+        size + 2 * _PAGE, np.uint8
+    )  # so that whole pages can begin and end it; what is not touched costs nothing
     first = -room.ctypes.data % _PAGE
     return torch.from_numpy(room[first : first + size]).view(dtype)
 
@@ -197,7 +217,9 @@ def _is_cpu(device: torch.device | str) -> bool:
 
 
 def rounds_as_torch() -> bool:
-    """Return whether the CPU loops cast fp32 to bf16 as torch does on this processor; `advance` and `read` do it themselves then."""
+    """Return whether the CPU loops cast fp32 to bf16 as torch does on this processor; `advance` and `read` do
+    it themselves then.
+    """
     return bool(_module("cpu_arrays").rounds_as_torch())
 
 

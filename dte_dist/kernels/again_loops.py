@@ -2,9 +2,10 @@
 # ruff: noqa: PLR0917
 """The numba loops of the index codec `again`, over CPU memory; `kernels.cpu_codecs` is their face.
 
-Two ascending lists of int32 positions are walked together. What comes next cannot be predicted, so nothing branches on it: every step
-moves either place or both by what a comparison says, and writes where the next step writes again if it was for nothing. A step has to
-wait for the one before; so there are always two walks at a time, which do not wait for each other.
+Two ascending lists of int32 positions are walked together. What comes next cannot be predicted, so nothing
+branches on it: every step moves either place or both by what a comparison says, and writes where the next
+step writes again if it was for nothing. A step has to wait for the one before; so there are always two walks
+at a time, which do not wait for each other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _VALID: Final = np.int32(0x3FFFFFFF)
 
 @part
 def _step(old, new, i, j, found, filled, plane, fresh):
-    """Look at one previous and one present position; return where to go on, and the bits of the word that is being filled."""
+    """Look at one previous and one present position; return where to go on, and the bits of the word that is
+    being filled.
+    """
     word, out = _at(plane, _U64), _at(fresh, _I32)
     filled |= np.uint64(old == new) << np.uint64(i & 63)
     word[i >> 6] = filled
@@ -40,9 +43,11 @@ def _step(old, new, i, j, found, filled, plane, fresh):
 
 @loop
 def split_again(previous, size, positions, count, plane, fresh):
-    """Set the bit of each of `size` previous positions that is among `count` positions, in a plane of zeros; return how many are not.
+    """Set the bit of each of `size` previous positions that is among `count` positions, in a plane of zeros;
+    return how many are not.
 
-    These are written to `fresh`, which has room for `count`. One walk begins in the middle, at the start of a word.
+    These are written to `fresh`, which has room for `count`. One walk begins in the middle, at the start of a
+    word.
     """
     before, now, out = _at(previous, _I32), _at(positions, _I32), _at(fresh, _I32)
     half = (np.int64(size) >> 1) & -64
@@ -96,10 +101,12 @@ def _gather(previous, size, plane, again):
 
 @loop
 def join_again(previous, size, plane, fresh, extra, positions, count, room):
-    """Write the previous positions whose bit is set, which are `count - extra`, and `extra` fresh ones, together in order.
+    """Write the previous positions whose bit is set, which are `count - extra`, and `extra` fresh ones,
+    together in order.
 
-    One walk begins at either end. Both lists are copied to `room`, which is for `count + 5`, between bounds that no walk passes as
-    long as positions are from 0 to below 2^30. Fresh ones that are not are written as others.
+    One walk begins at either end. Both lists are copied to `room`, which is for `count + 5`, between bounds
+    that no walk passes as long as positions are from 0 to below 2^30. Fresh ones that are not are written as
+    others.
     """
     again, other = room + 4, room + 4 * (count - extra + 3)
     first, second, new, out = _at(again, _I32), _at(other, _I32), _at(fresh, _I32), _at(positions, _I32)

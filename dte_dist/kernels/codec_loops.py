@@ -1,13 +1,15 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loops of the codecs, over CPU memory; `kernels.cpu_codecs` is their face, docs/protocol.md says what the streams mean.
+"""The numba loops of the codecs, over CPU memory; `kernels.cpu_codecs` is their face, docs/protocol.md says
+what the streams mean.
 
-What mispredicts costs more than what is computed, so no loop branches on the data of single elements: elements are looked at 64
-at a time, and what they are is a word of 64 bits; the loops then walk the bits that are set. Positions and distances are
-int32 for every width of element, so these loops are compiled once; only those that touch elements come in one form per width.
+What mispredicts costs more than what is computed, so no loop branches on the data of single elements:
+    elements are looked at 64 at a time, and what they are is a word of 64 bits; the loops then walk the bits
+    that are set. Positions and distances are int32 for every width of element, so these loops are compiled
+    once; only those that touch elements come in one form per width.
 
-Encoders trust their arguments, except that no position makes `set_bits` write outside its words. Decoders trust sizes and counts,
-which the caller has compared with what is there, and no byte of a stream.
+Encoders trust their arguments, except that no position makes `set_bits` write outside its words. Decoders
+trust sizes and counts, which the caller has compared with what is there, and no byte of a stream.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ def best_low(count, length):
 
 @loop
 def set_bits(positions, count, low, step, size, stream):
-    """Set bit (position >> low) + step * i for each position i. Return False if they leave the words or go back by more than one."""
+    """Set bit (position >> low) + step * i for each position i.
+
+    Return False if they leave the words or go back by more than one.
+    """
     position, word = _at(positions, _I32), _at(stream, _U64)
     for at in range(size >> 3):
         word[at] = _ZERO
@@ -67,7 +72,10 @@ def set_bits(positions, count, low, step, size, stream):
 
 @loop
 def get_bits(stream, size, count, low, step, most, positions):
-    """Write b << low with b = bit - step * i for each bit i that is set. Return False if there are not `count`, or a b is above `most`."""
+    """Write b << low with b = bit - step * i for each bit i that is set.
+
+    Return False if there are not `count`, or a b is above `most`.
+    """
     position, word = _at(positions, _I32), _at(stream, _U64)
     total = 0
     for at in range(size >> 3):
@@ -88,7 +96,9 @@ def get_bits(stream, size, count, low, step, most, positions):
 
 @loop
 def split_low(values, count, low, stream):
-    """Write the `low` lowest bits of int32 values: whole bytes as streams of bytes, then a plane of words for each further bit."""
+    """Write the `low` lowest bits of int32 values: whole bytes as streams of bytes, then a plane of words for
+    each further bit.
+    """
     value, whole = _at(values, _I32), count & -64
     for byte in range(low >> 3):
         out = _at(stream + byte * padded(count), _U8)
@@ -142,7 +152,8 @@ def _bits_of(distance):
 def measure(distances, count, classes):
     """Count int32 distances by the bits of m = |distance| - 1 modulo 2^32, in int64[CLASSES].
 
-    There is room for four times as many more, since an increment has to wait for the last one of the same number.
+    There is room for four times as many more, since an increment has to wait for the last one of the same
+    number.
     """
     distance, number, whole = _at(distances, _I32), _at(classes, _I64), count & -4
     for i in range(5 * CLASSES):
@@ -193,7 +204,9 @@ def choose_planes(classes, count, width, plan):
 
 @loop
 def to_magnitudes(distances, count, width, signs):
-    """Write a plane of the signs of int32 distances, and turn them into m = |distance| - 1 modulo the range of elements of a width."""
+    """Write a plane of the signs of int32 distances, and turn them into m = |distance| - 1 modulo the range
+    of elements of a width.
+    """
     distance, word, whole = _at(distances, _I32), _at(signs, _U64), count & -64
     for block in range(whole >> 6):
         word[block] = _plane(distances + 256 * block, np.int64(31))
@@ -228,10 +241,12 @@ def find_far(magnitudes, count, bound, plane, far):
 
 @loop
 def encode_far(magnitudes, far, count, shift, unary, size, bits):
-    """Write the high parts h of the magnitudes that are far: how many bits each has, in unary, and all of them but the highest.
+    """Write the high parts h of the magnitudes that are far: how many bits each has, in unary, and all of
+    them but the highest.
 
-    `unary` are `size` bytes of whole words; `bits` are zeros, and two words more than are wanted: each part is also written to the word
-    behind that in which it begins, and a last part of no bits may begin behind them.
+    `unary` are `size` bytes of whole words; `bits` are zeros, and two words more than are wanted: each part
+    is also written to the word behind that in which it begins, and a last part of no bits may begin behind
+    them.
     """
     magnitude, place, word, low = _at(magnitudes, _I32), _at(far, _I32), _at(unary, _U64), _at(bits, _U64)
     for at in range(size >> 3):
@@ -258,9 +273,11 @@ def to_distances(magnitudes, count, signs):
 
 @loop
 def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
-    """Move the distances that are far by their high parts, as `encode_far` wrote them; `size` is the number of bits in unary.
+    """Move the distances that are far by their high parts, as `encode_far` wrote them; `size` is the number
+    of bits in unary.
 
-    Return False if there are not `count` parts in exactly so many bits, or one has more than `most`; distances are of no use then.
+    Return False if there are not `count` parts in exactly so many bits, or one has more than `most`;
+    distances are of no use then.
     """
     distance, sign, place = _at(distances, _I32), _at(signs, _U64), _at(far, _I32)
     word, end, total = _at(unary, _U64), bitmap_bytes(size) >> 3, 0
@@ -269,7 +286,12 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
     if total != count or (size and word[end - 1] >> np.uint64((size - 1) & 63) != _ONE):
         return False
     low = _at(bits if size > count else unary, _U64)
-    last_word, i, last, longest = max((bitmap_bytes(size - count) >> 3) - 1, 0), np.int64(0), np.int64(-1), np.int64(0)
+    last_word, i, last, longest = (
+        max((bitmap_bytes(size - count) >> 3) - 1, 0),
+        np.int64(0),
+        np.int64(-1),
+        np.int64(0),
+    )
     for block in range(end):
         left = word[block]
         while left != _ZERO:
@@ -278,7 +300,10 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
             done, more, at = last + 1 - i, bit - last - 1, place[i]
             longest, last, i = max(longest, more), bit, i + 1
             top, within = _ONE << np.uint64(more & 31), np.uint64(done & 63)
-            here, ahead = low[min(done >> 6, last_word)], low[min((done >> 6) + 1, last_word)]  # of a part of no bits, there may be neither
+            here, ahead = (
+                low[min(done >> 6, last_word)],
+                low[min((done >> 6) + 1, last_word)],
+            )  # of a part of no bits, there may be neither
             part = here >> within | (ahead << _ONE) << (np.uint64(63) - within)
             high = np.int64(part & (top - _ONE) | top) << shift
             negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
@@ -288,7 +313,9 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
 
 @loop
 def encode_ulp8(distances, count, width, stream):
-    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow in `width` bytes each."""
+    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow in `width` bytes
+    each.
+    """
     distance, near, escape = _at(distances, _I32), _at(stream, _U8), _at(stream + padded(count), _U8)
     for i in range(count):
         near[i] = np.uint8((distance[i] if np.uint32(distance[i] + 127) <= np.uint32(254) else -128) & 0xFF)
@@ -334,10 +361,13 @@ def distances(sample, old, new, count, out):
 
 @loop
 def scatter_values(sample, width, table, positions, values, count, relative, touched, out):
-    """Write values to int64 positions of the tensors of a table, or move the bits there by them, and mark the tensors.
+    """Write values to int64 positions of the tensors of a table, or move the bits there by them, and mark the
+    tensors.
 
-    If `out` is not 0, what comes of it is written there and not into the tensors. Positions come in any order.
-    Return how many positions were seen to: if one is out of range fewer than `count`, a multiple of SOME that ends before it.
+    If `out` is not 0, what comes of it is written there and not into the tensors. Positions come in any
+    order.
+    Return how many positions were seen to: if one is out of range fewer than `count`, a multiple of SOME that
+        ends before it.
     """
     position, value, mark = _at(positions, _I64), _at(values, sample), _at(touched, _U8)
     starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
@@ -353,7 +383,9 @@ def scatter_values(sample, width, table, positions, values, count, relative, tou
                 index = find(table, index, at)
                 low, high, live = starts[index], starts[index + 1], addresses[index]
                 mark[index] = 1
-            there[i - begin] = live + (at - low) * width if kinds[index] == PLAIN else element(table, index, at - low)
+            there[i - begin] = (
+                live + (at - low) * width if kinds[index] == PLAIN else element(table, index, at - low)
+            )
         if relative:
             for i in range(end - begin):  # nothing else here: then many loads are on their way at once
                 some[i] = _at(there[i], sample)[0]

@@ -1,8 +1,9 @@
 """How the numba loops are compiled, and when what is cached of them on disk is out of date.
 
-numba looks only at the file of a function that it has cached, but the compiled code holds that of all functions it calls, which are in
-other files too. After an update that left its own file alone it would go on with the old code of the others, and with what
-that takes for the layout of memory. So what is compared here instead is a hash of all files of loops.
+numba looks only at the file of a function that it has cached, but the compiled code holds that of all
+functions it calls, which are in other files too. After an update that left its own file alone it would go on
+with the old code of the others, and with what that takes for the layout of memory. So what is compared here
+instead is a hash of all files of loops.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def part(function: Callable[..., Any]) -> Any:
 
 
 def _stamped(compiled: Any) -> Any:
-    """Let the cache of a function depend on all loops; on its own file alone, should a numba to come keep its stamp elsewhere."""
+    """Let the cache of a function depend on all loops; on its own file alone, should a numba to come keep its
+    stamp elsewhere.
+    """
     index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if hasattr(index, "_source_stamp"):
         index._source_stamp = _stamp()
@@ -49,5 +52,7 @@ def _stamped(compiled: Any) -> Any:
 def _stamp() -> str:
     """Return a hash of all files whose code may be in a loop."""
     here = Path(__file__).parent
-    files = sorted(here.glob("*loops.py")) + [here / name for name in ("compiled.py", "memory.py", "planes.py", "table.py", "vector.py")]
+    files = sorted(here.glob("*loops.py")) + [
+        here / name for name in ("compiled.py", "memory.py", "planes.py", "table.py", "vector.py")
+    ]
     return blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()

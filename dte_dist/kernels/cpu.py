@@ -1,7 +1,9 @@
-"""Kernels for CPU tensors: arguments are checked here, the work is done by the numba loops of `kernels.loops`.
+"""Kernels for CPU tensors: arguments are checked here, the work is done by the numba loops of
+`kernels.loops`.
 
-The loops know memory only by address. What torch must cast first (`flat.cast`) stands in the table as a copy, made window by window.
-Large work is split over threads, each with a part of the range or of the positions; what is written does not depend on how many.
+The loops know memory only by address. What torch must cast first (`flat.cast`) stands in the table as a copy,
+made window by window. Large work is split over threads, each with a part of the range or of the positions;
+what is written does not depend on how many.
 """
 
 from __future__ import annotations
@@ -20,22 +22,36 @@ from dte_dist.kernels.table import Table
 from dte_dist.kernels.threads import split
 
 __all__ = [
-    "advance", "borders", "check_u16", "checksum", "decode_u16", "encode_u16", "gather", "put", "read", "scatter", "sorted_below", "warm",
+    "advance",
+    "borders",
+    "check_u16",
+    "checksum",
+    "decode_u16",
+    "encode_u16",
+    "gather",
+    "put",
+    "read",
+    "scatter",
+    "sorted_below",
+    "warm",
     "write",
-]  # fmt: skip
+]
 
 _BLOCK: Final = 1 << 16
 
 
-def advance(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, old: Tensor, new: Tensor) -> int:  # noqa: PLR0917
-    """Compare elements [begin, end) of `flat` with `known`, bring `known` up to date, and return how many differed.
+def advance(  # noqa: PLR0917
+    flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, old: Tensor, new: Tensor
+) -> int:
+    """Compare elements [begin, end) of `flat` with `known`, bring `known` up to date, and return how many
+    differed.
 
     Args:
         flat: the live tensors.
         begin, end: range of the flat array, of fewer than 2^31 elements.
         known: bits[end - begin] to compare with, and to write what differs to.
-        positions: int32[>= end - begin], receives the sorted positions that differed, counted from `begin`; if that is all of them,
-            what is in it is undefined, as is what follows them.
+        positions: int32[>= end - begin], receives the sorted positions that differed, counted from `begin`;
+            if that is all of them, what is in it is undefined, as is what follows them.
         old, new: [>= end - begin], receive the known and the live bits at these positions.
 
     Example:
@@ -75,7 +91,9 @@ def read(flat: Flat, begin: int, out: Tensor) -> None:
 
 
 def write(flat: Flat, begin: int, bits: Tensor) -> None:
-    """Copy `bits`, of the width of `flat`, to its elements [begin, begin + len(bits)); the tensors' version counters move."""
+    """Copy `bits`, of the width of `flat`, to its elements [begin, begin + len(bits)); the tensors' version
+    counters move.
+    """
     arrays.check_range(flat, begin, begin + bits.numel())
     arrays.bump(flat, _copy(flat, arrays.bits_table(flat), begin, bits, True))
 
@@ -86,7 +104,9 @@ def _copy(flat: Flat, table: Table, begin: int, bits: Tensor, inward: bool) -> n
     buffer, sample, marks = address(bits, width=width), SAMPLES[BITS[width]], touched.ctypes.data
 
     def part(low: int, high: int) -> None:
-        loops.copy(sample, width, table.address, begin + low, begin + high, buffer + width * low, inward, marks)
+        loops.copy(
+            sample, width, table.address, begin + low, begin + high, buffer + width * low, inward, marks
+        )
 
     split(part, bits.numel(), least=arrays.STREAM // width)
     return np.flatnonzero(touched)
@@ -104,7 +124,12 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
         IndexError: a position is outside `flat`; some of the others have been written.
     """
     count, width, touched = positions.numel(), flat.width, np.zeros(len(flat.tensors), np.bool_)
-    sample, wide, marks, table = SAMPLES[bits.dtype], arrays.is_wide(positions), touched.ctypes.data, arrays.bits_table(flat)
+    sample, wide, marks, table = (
+        SAMPLES[bits.dtype],
+        arrays.is_wide(positions),
+        touched.ctypes.data,
+        arrays.bits_table(flat),
+    )
     at, new, size = address(positions), address(bits, count, width=width), positions.element_size()
 
     def part(low: int, high: int) -> int:
@@ -139,11 +164,18 @@ def gather(array: Tensor, positions: Tensor) -> Tensor:
 
 def _visit(loop: Callable[..., int], array: Tensor, positions: Tensor, bits: int) -> None:
     """Run `put` or `gather` over positions of an array."""
-    sample, wide, length, width = SAMPLES[array.dtype], arrays.is_wide(positions), array.numel(), array.element_size()
+    sample, wide, length, width = (
+        SAMPLES[array.dtype],
+        arrays.is_wide(positions),
+        array.numel(),
+        array.element_size(),
+    )
     element, at, size = address(array), address(positions), positions.element_size()
 
     def part(low: int, high: int) -> int:
-        return low + loop(sample, element, length, at + size * low, wide, bits + width * low, high - low) - high
+        return (
+            low + loop(sample, element, length, at + size * low, wide, bits + width * low, high - low) - high
+        )
 
     arrays.check_all(split(part, positions.numel(), least=arrays.RANDOM), positions, length)
 
@@ -161,7 +193,8 @@ def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
 
 
 def encode_u16(positions: Tensor, length: int) -> Tensor:
-    """Write sorted positions below `length` as uint8: a uint32 count per block of 65536, then a uint16 offset each.
+    """Write sorted positions below `length` as uint8: a uint32 count per block of 65536, then a uint16 offset
+    each.
 
     Example:
         >>> encode_u16(torch.tensor([1, 65536], dtype=torch.int32), 70000).tolist()
@@ -174,7 +207,9 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
 
 
 def check_u16(stream: Tensor, count: int, length: int) -> bool:
-    """Return whether the size of a stream, its counts and the order of its positions are such as `encode_u16` writes; for any bytes."""
+    """Return whether the size of a stream, its counts and the order of its positions are such as `encode_u16`
+    writes; for any bytes.
+    """
     blocks = -(-length // _BLOCK)
     if stream.numel() != 4 * blocks + 2 * count:
         return False
@@ -199,12 +234,19 @@ def sorted_below(positions: Tensor, length: int) -> bool:
 
 
 def checksum(frame: Tensor, skip: int = -1) -> int:
-    """Return 64 bits, as a signed int, over the 8-byte words of a uint8 tensor; word number `skip` counts as zero."""
+    """Return 64 bits, as a signed int, over the 8-byte words of a uint8 tensor; word number `skip` counts as
+    zero.
+    """
     words, rest = divmod(frame.numel(), 8)
     if rest:
         raise ValueError(f"a checksum needs whole words of 8 bytes, not {frame.numel()} bytes")
     at = address(frame, dtype=torch.uint8)
-    total = sum(split(lambda low, high: int(loops.checksum(at, low, high, skip)), words, least=arrays.STREAM // 8)) & (1 << 64) - 1
+    total = (
+        sum(
+            split(lambda low, high: int(loops.checksum(at, low, high, skip)), words, least=arrays.STREAM // 8)
+        )
+        & (1 << 64) - 1
+    )
     return total - (total >> 63 << 64)
 
 
@@ -212,7 +254,10 @@ def warm(widths: Iterable[int]) -> None:
     """Compile every loop for these widths by running it on a few elements."""
     wanted = set(widths)
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
-        flat, bits = arrays.OneTensor(torch.zeros(4, dtype=dtype, device="cpu")), torch.zeros(4, dtype=dtype, device="cpu")
+        flat, bits = (
+            arrays.OneTensor(torch.zeros(4, dtype=dtype, device="cpu")),
+            torch.zeros(4, dtype=dtype, device="cpu"),
+        )
         for counter in arrays.COUNTERS:
             positions = torch.arange(4, dtype=counter, device="cpu")
             sorted_below(positions, 4)

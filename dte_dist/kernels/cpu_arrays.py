@@ -1,6 +1,8 @@
-"""CPU memory as the numba loops want it: what `kernels.cpu`, `kernels.cpu_remap` and `kernels.cpu_codecs` share.
+"""CPU memory as the numba loops want it: what `kernels.cpu`, `kernels.cpu_remap` and `kernels.cpu_codecs`
+share.
 
-Arguments become addresses once they have been checked, dtypes become samples, and parts of work that threads have done are put together.
+Arguments become addresses once they have been checked, dtypes become samples, and parts of work that threads
+have done are put together.
 """
 
 from __future__ import annotations
@@ -16,13 +18,28 @@ from dte_dist.kernels import Flat, loops, torch_ops
 from dte_dist.kernels.table import PLAIN, Table
 
 __all__ = [
-    "COUNTERS", "RANDOM", "SAMPLES", "STREAM", "OneTensor", "address", "bits_table", "bump", "check_all", "check_range", "is_wide", "join",
-    "readable", "rounds_as_torch",
-]  # fmt: skip
+    "COUNTERS",
+    "RANDOM",
+    "SAMPLES",
+    "STREAM",
+    "OneTensor",
+    "address",
+    "bits_table",
+    "bump",
+    "check_all",
+    "check_range",
+    "is_wide",
+    "join",
+    "readable",
+    "rounds_as_torch",
+]
 
 SAMPLES: Final = {
-    torch.uint8: np.uint8(0), torch.int16: np.uint16(0), torch.int32: np.uint32(0), torch.int64: np.uint64(0),
-}  # fmt: skip
+    torch.uint8: np.uint8(0),
+    torch.int16: np.uint16(0),
+    torch.int32: np.uint32(0),
+    torch.int64: np.uint64(0),
+}
 """For each dtype of bits, the sample that tells a numba loop its type."""
 
 STREAM: Final = 1 << 18
@@ -35,12 +52,21 @@ COUNTERS: Final = {torch.int32: np.int32(0), torch.int64: np.int64(0)}
 """For each dtype of positions, its sample."""
 
 
-def address(tensor: Tensor, least: int = 0, dtype: torch.dtype | None = None, *, width: int | None = None) -> int:
-    """Return where a tensor lies, having checked that a loop may treat it as `least` contiguous elements of this dtype or width."""
+def address(
+    tensor: Tensor, least: int = 0, dtype: torch.dtype | None = None, *, width: int | None = None
+) -> int:
+    """Return where a tensor lies, having checked that a loop may treat it as `least` contiguous elements of
+    this dtype or width.
+    """
     fits = tensor.dtype == dtype if dtype is not None else width is None or tensor.element_size() == width
-    if not (fits and tensor.is_cpu and tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() >= least):
+    if not (
+        fits and tensor.is_cpu and tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() >= least
+    ):
         wanted = dtype or (f"{width}-byte elements" if width else tensor.dtype)
-        raise ValueError(f"expected >= {least} contiguous {wanted} on the CPU in one dimension, got {tensor.dtype}{list(tensor.shape)}")
+        raise ValueError(
+            f"expected >= {least} contiguous {wanted} on the CPU in one dimension, got "
+            f"{tensor.dtype}{list(tensor.shape)}"
+        )
     return tensor.data_ptr()
 
 
@@ -58,7 +84,9 @@ def check_range(flat: Flat, begin: int, end: int) -> None:
 
 
 def check_all(missing: list[int], positions: Tensor, length: int) -> None:
-    """Raise IndexError if a part of the positions was not gone through to its end: it stopped that many before it."""
+    """Raise IndexError if a part of the positions was not gone through to its end: it stopped that many
+    before it.
+    """
     if any(missing):
         raise IndexError(f"a position of {positions.numel()} is not within [0, {length})")
 
@@ -71,9 +99,11 @@ def bits_table(flat: Flat) -> Table:
 
 
 def readable(flat: Flat, begin: int, end: int) -> tuple[Table, Tensor | None]:
-    """Return the table with copies of what cannot be read in place in [begin, end), and their memory, to be kept alive.
+    """Return the table with copies of what cannot be read in place in [begin, end), and their memory, to be
+    kept alive.
 
-    These are tensors that torch must cast first, and strided ones: torch copies them faster than a loop could look at them.
+    These are tensors that torch must cast first, and strided ones: torch copies them faster than a loop could
+        look at them.
     """
     table = flat.table
     if flat.dtypes is None and not len(table.shapes):
@@ -91,7 +121,8 @@ def join(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:
     """Move what several parts of a loop have written together, and return how many elements there are.
 
     Args:
-        parts: (first, count) of each: it has written `count` elements of every array, from element `first` on.
+        parts: (first, count) of each: it has written `count` elements of every array, from element `first`
+            on.
         arrays: (address, bytes of an element) of each.
     """
     if len(parts) > 1:
@@ -102,15 +133,22 @@ def join(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:
 
 
 def bump(flat: Flat, indices: np.ndarray) -> None:
-    """Move the version counters of tensors whose memory was written directly (inference tensors have none, and are passed over)."""
+    """Move the version counters of tensors whose memory was written directly (inference tensors have none,
+    and are passed over).
+    """
     torch.autograd.graph.increment_version([flat.tensors[index] for index in indices.tolist()])
     flat.writes[indices] += 1
 
 
 @cache
 def rounds_as_torch() -> bool:
-    """Return whether the loops cast fp32 to bf16 as torch does on this processor, bit for bit (they differ in what becomes of a NaN)."""
-    high, low = torch.arange(1 << 16, dtype=torch.int32, device="cpu") << 16, [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    """Return whether the loops cast fp32 to bf16 as torch does on this processor, bit for bit (they differ in
+    what becomes of a NaN).
+    """
+    high, low = (
+        torch.arange(1 << 16, dtype=torch.int32, device="cpu") << 16,
+        [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF],
+    )
     bits = (high[:, None] | torch.tensor(low, dtype=torch.int32, device="cpu")).view(-1)
     mine = torch.empty(len(bits), dtype=torch.int16, device="cpu")
     loops.to_bf16(bits.data_ptr(), len(bits), mine.data_ptr())

@@ -1,7 +1,8 @@
 """Kernels of the codecs for CPU tensors; the loops are in `kernels.codec_loops` and `kernels.again_loops`.
 
-Encoders return new uint8; what they are given may be used again at once. Decoders take any bytes of the right size, and return what they
-read together with whether it is sound; where it is not, they have read and written only what is theirs.
+Encoders return new uint8; what they are given may be used again at once. Decoders take any bytes of the right
+size, and return what they read together with whether it is sound; where it is not, they have read and written
+only what is theirs.
 """
 
 from __future__ import annotations
@@ -21,14 +22,38 @@ from dte_dist.kernels.threads import split
 from dte_dist.kernels.torch_codecs import add, narrow, subtract, widen
 
 __all__ = [
-    "add", "best_low", "choose_planes", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes",
-    "decode_ulp8", "distances", "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "join_again", "measure", "moved", "narrow",
-    "patch", "scatter_add", "split_again", "subtract", "warm", "warm_patch", "widen",
-]  # fmt: skip
+    "add",
+    "best_low",
+    "choose_planes",
+    "collect",
+    "count_again",
+    "count_ulp8",
+    "decode_bitmap",
+    "decode_ef",
+    "decode_planes",
+    "decode_ulp8",
+    "distances",
+    "encode_bitmap",
+    "encode_ef",
+    "encode_planes",
+    "encode_ulp8",
+    "join_again",
+    "measure",
+    "moved",
+    "narrow",
+    "patch",
+    "scatter_add",
+    "split_again",
+    "subtract",
+    "warm",
+    "warm_patch",
+    "widen",
+]
 
 
 def best_low(count: int, length: int) -> tuple[int, int]:
-    """Return the number of low bits that makes the stream of `count` positions below `length` smallest, and its bytes.
+    """Return the number of low bits that makes the stream of `count` positions below `length` smallest, and
+    its bytes.
 
     Example:
         >>> best_low(10_000, 1 << 20)
@@ -69,8 +94,18 @@ def distances(old: Tensor, new: Tensor) -> Tensor:
     return out
 
 
-def patch(index_map: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
-    """Write values to where `flat`, a receiver's space, holds them; those that it does not hold are passed over.
+def patch(
+    index_map: Tables,
+    first: int,
+    positions: Tensor,
+    values: Tensor,
+    flat: Flat,
+    *,
+    relative: bool,
+    length: int | None = None,
+) -> None:
+    """Write values to where `flat`, a receiver's space, holds them; those that it does not hold are passed
+    over.
 
     Args:
         index map: tables from the space that the positions count in.
@@ -84,7 +119,12 @@ def patch(index_map: Tables, first: int, positions: Tensor, values: Tensor, flat
         ValueError: there are not as many positions as values.
         IndexError: the tables lead out of `flat`; some of the others have been written.
     """
-    count, width, sample, touched = len(values), values.element_size(), SAMPLES[values.dtype], np.zeros(len(flat.tensors), np.bool_)
+    count, width, sample, touched = (
+        len(values),
+        values.element_size(),
+        SAMPLES[values.dtype],
+        np.zeros(len(flat.tensors), np.bool_),
+    )
     blocks = 0 if length is None else -(-length >> 16)
     if len(positions) != (count if length is None else 4 * blocks + 2 * count):
         raise ValueError(f"positions of {len(positions)} elements do not fit {count} values")
@@ -94,7 +134,9 @@ def patch(index_map: Tables, first: int, positions: Tensor, values: Tensor, flat
 
     def part(low: int, high: int) -> bool:
         entry = int(np.searchsorted(index_map.end, first, side="right"))
-        return remap_loops.patch(sample, width, tables, entry, first, at, blocks, by, low, high, there, marks, relative)
+        return remap_loops.patch(
+            sample, width, tables, entry, first, at, blocks, by, low, high, there, marks, relative
+        )
 
     sound = all(split(part, count, least=arrays.RANDOM))
     arrays.bump(flat, np.flatnonzero(touched))
@@ -130,11 +172,20 @@ def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
     return out
 
 
-def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, out: Tensor | None) -> tuple[np.ndarray, list[int]]:
-    """Move the bits, into `out` if there is one. Return which tensors were met, and what `check_all` wants to know."""
+def _scatter_add(
+    flat: Flat, positions: Tensor, distances: Tensor, out: Tensor | None
+) -> tuple[np.ndarray, list[int]]:
+    """Move the bits, into `out` if there is one.
+
+    Return which tensors were met, and what `check_all` wants to know.
+    """
     count, width, touched = len(positions), flat.width, np.zeros(len(flat.tensors), np.bool_)
     sample, table, marks = SAMPLES[distances.dtype], arrays.bits_table(flat), touched.ctypes.data
-    at, by, into = address(positions, dtype=torch.int64), address(distances, count, width=width), 0 if out is None else out.data_ptr()
+    at, by, into = (
+        address(positions, dtype=torch.int64),
+        address(distances, count, width=width),
+        0 if out is None else out.data_ptr(),
+    )
 
     def part(low: int, high: int) -> int:
         where = (at + 8 * low, by + width * low, high - low, True, marks, into and into + width * low)
@@ -144,7 +195,9 @@ def _scatter_add(flat: Flat, positions: Tensor, distances: Tensor, out: Tensor |
 
 
 def collect(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
-    """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on: the reverse of `place`."""
+    """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on: the
+    reverse of `place`.
+    """
     cpu_remap.copy(index_map, first, bits, arrays.bits_table(flat), False)
 
 
@@ -167,7 +220,15 @@ def _set_bits(positions: Tensor, length: int, shape: tuple[int, int], at: int, s
 def decode_bitmap(stream: Tensor, count: int, length: int) -> tuple[Tensor, bool]:
     """Read int32[count] positions, and say whether there are as many, all below `length`."""
     positions = _room(count)
-    sound = codec_loops.get_bits(address(stream, bitmap_bytes(length), torch.uint8), bitmap_bytes(length), count, 0, 0, length - 1, positions.data_ptr())
+    sound = codec_loops.get_bits(
+        address(stream, bitmap_bytes(length), torch.uint8),
+        bitmap_bytes(length),
+        count,
+        0,
+        0,
+        length - 1,
+        positions.data_ptr(),
+    )
     return positions[:count], sound
 
 
@@ -192,7 +253,9 @@ def _write_ef(positions: Tensor, length: int, low: int, at: int, size: int) -> N
 def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor, bool]:
     """Read int32[count] positions, and say whether they strictly increase below `length`."""
     positions = _room(count)
-    sound = _read_ef(address(stream, ef_size(count, length, low), torch.uint8), count, length, low, positions.data_ptr())
+    sound = _read_ef(
+        address(stream, ef_size(count, length, low), torch.uint8), count, length, low, positions.data_ptr()
+    )
     return positions[:count], sound
 
 
@@ -207,7 +270,8 @@ def _read_ef(at: int, count: int, length: int, low: int, positions: int) -> bool
 
 
 def split_again(previous: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a bit for each previous position, set if it is one of `positions`, and those of `positions` that are new.
+    """Return a bit for each previous position, set if it is one of `positions`, and those of `positions` that
+    are new.
 
     Args:
         previous, positions: int32, ascending.
@@ -225,7 +289,8 @@ def count_again(plane: Tensor, size: int) -> int:
 
 
 def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Tensor:
-    """Return the previous positions whose bit is set and the fresh ones, together in order; they are `count` in number.
+    """Return the previous positions whose bit is set and the fresh ones, together in order; they are `count`
+    in number.
 
     Args:
         previous: int32, ascending; as many as `split_again` was given.
@@ -233,8 +298,14 @@ def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Te
         fresh: int32; the result is in order if these are, and if none of the others is among them.
     """
     positions, room = (torch.empty(count + more, dtype=torch.int32, device="cpu") for more in (0, 5))
-    bits = address(previous, dtype=torch.int32), len(previous), address(plane, bitmap_bytes(len(previous)), torch.uint8)
-    again_loops.join_again(*bits, address(fresh, dtype=torch.int32), len(fresh), positions.data_ptr(), count, room.data_ptr())
+    bits = (
+        address(previous, dtype=torch.int32),
+        len(previous),
+        address(plane, bitmap_bytes(len(previous)), torch.uint8),
+    )
+    again_loops.join_again(
+        *bits, address(fresh, dtype=torch.int32), len(fresh), positions.data_ptr(), count, room.data_ptr()
+    )
     return positions
 
 
@@ -290,13 +361,22 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
     else:
         unary = places + ef_size(plan.far, count, plan.spread - 1)
         sound = _read_ef(places, plan.far, count, plan.spread - 1, far.data_ptr())
-    sizes = plan.far, plan.shift, 8 * dtype.itemsize - plan.shift, unary, plan.unary, unary + bitmap_bytes(plan.unary)
+    sizes = (
+        plan.far,
+        plan.shift,
+        8 * dtype.itemsize - plan.shift,
+        unary,
+        plan.unary,
+        unary + bitmap_bytes(plan.unary),
+    )
     sound = sound and codec_loops.decode_far(values, signs, far.data_ptr(), *sizes)
     return narrow(wide[:count], dtype), sound
 
 
 def encode_ulp8(distances: Tensor, width: int, others: int) -> Tensor:
-    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others` in number."""
+    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others`
+    in number.
+    """
     count = distances.numel()
     stream = torch.empty(padded(count) + width * others, dtype=torch.uint8, device="cpu")
     codec_loops.encode_ulp8(address(distances, dtype=torch.int32), count, width, stream.data_ptr())
@@ -318,8 +398,12 @@ def _room(count: int, *, zero: bool = False) -> Tensor:
 
 
 def warm(widths: Iterable[int]) -> None:
-    """Compile every loop of the streams by running it on a few elements; those for single elements for these widths."""
-    few, away = (torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([0, 1, 2], [1, 700, -3]))
+    """Compile every loop of the streams by running it on a few elements; those for single elements for these
+    widths.
+    """
+    few, away = (
+        torch.tensor(values, dtype=torch.int32, device="cpu") for values in ([0, 1, 2], [1, 700, -3])
+    )
     best_low(3, 99)
     decode_ef(encode_ef(few, 99, 1), 3, 99, 1)
     join_again(few, split_again(few, few)[0], few[:0], count_again(split_again(few, few)[0], 3))
@@ -335,7 +419,14 @@ def warm_patch(widths: Iterable[int]) -> None:
     """Compile every loop that goes to where elements are, for these widths."""
     for bits in _zeros(widths):
         scatter_add(arrays.OneTensor(bits), torch.arange(3, device="cpu"), bits.clone())
-        patch(Identity(1), 0, torch.zeros(1, dtype=torch.int32, device="cpu"), bits[:1], arrays.OneTensor(bits), relative=False)
+        patch(
+            Identity(1),
+            0,
+            torch.zeros(1, dtype=torch.int32, device="cpu"),
+            bits[:1],
+            arrays.OneTensor(bits),
+            relative=False,
+        )
 
 
 def _zeros(widths: Iterable[int]) -> list[Tensor]:

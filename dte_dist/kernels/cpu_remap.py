@@ -39,7 +39,9 @@ def translate(index_map: Tables, first: int, positions: Tensor, bits: Tensor) ->
     table = tables_at(index_map)
 
     def part(low: int, high: int) -> tuple[int, int]:
-        entry = int(np.searchsorted(index_map.end, first + int(positions[low]) if high > low else first, side="right"))
+        entry = int(
+            np.searchsorted(index_map.end, first + int(positions[low]) if high > low else first, side="right")
+        )
         where = (at + 4 * low, old + width * low, high - low, to + 8 * low, new + width * low)
         return low, remap_loops.translate(sample, width, table, entry, first, *where)
 
@@ -50,18 +52,26 @@ def translate(index_map: Tables, first: int, positions: Tensor, bits: Tensor) ->
 
 
 def place(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
-    """Copy the dense bits of source positions [first, first + len(bits)) to where `flat`, a receiver's space, holds them."""
+    """Copy the dense bits of source positions [first, first + len(bits)) to where `flat`, a receiver's space,
+    holds them.
+    """
     arrays.bump(flat, copy(index_map, first, bits, arrays.bits_table(flat), True))
 
 
 def fetch(index_map: Tables, first: int, bits: Tensor, array: Tensor) -> None:
-    """Copy to `bits` what `array`, a receiver's space in one piece, holds of source positions [first, first + len(bits))."""
+    """Copy to `bits` what `array`, a receiver's space in one piece, holds of source positions [first, first +
+    len(bits)).
+    """
     copy(index_map, first, bits, arrays.OneTensor(array).table, False)
 
 
 def copy(index_map: Tables, first: int, bits: Tensor, table: Table, inward: bool) -> np.ndarray:
     """Copy between dense bits and a table; return which tensors were met."""
-    width, sample, touched = bits.element_size(), SAMPLES[bits.dtype], np.zeros(len(table.addresses), np.bool_)
+    width, sample, touched = (
+        bits.element_size(),
+        SAMPLES[bits.dtype],
+        np.zeros(len(table.addresses), np.bool_),
+    )
     at, there, marks = tables_at(index_map), bits.data_ptr(), touched.ctypes.data
 
     def part(low: int, high: int) -> None:
@@ -74,7 +84,8 @@ def copy(index_map: Tables, first: int, bits: Tensor, table: Table, inward: bool
 
 
 def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Add the hashes of dense bits, those of source positions from `first` on, to the digests of a receiver's pieces.
+    """Add the hashes of dense bits, those of source positions from `first` on, to the digests of a receiver's
+    pieces.
 
     Args:
         index map: the tables; positions that they drop are left out.
@@ -84,7 +95,10 @@ def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums
         sums: int64[pieces], to be added to, modulo 2^64.
     """
     if not (starts.dtype == sums.dtype == np.int64 and len(starts) == len(sums) + 1):
-        raise ValueError(f"expected int64 starts and sums of {len(sums)} pieces, got {starts.dtype}[{len(starts)}] and {sums.dtype}")
+        raise ValueError(
+            f"expected int64 starts and sums of {len(sums)} pieces, got "
+            f"{starts.dtype}[{len(starts)}] and {sums.dtype}"
+        )
     if not len(bits) or not len(sums):
         return
     entry = int(np.searchsorted(index_map.end, first, side="right"))
@@ -96,7 +110,9 @@ _known: Final[WeakKeyDictionary[Tables, np.ndarray]] = WeakKeyDictionary()
 
 
 def tables_at(index_map: Tables) -> int:
-    """Return where the loops find the arrays of an index map: always the same place, whichever thread asks first."""
+    """Return where the loops find the arrays of an index map: always the same place, whichever thread asks
+    first.
+    """
     found = _known.get(index_map)
     if found is None:  # of two threads that come here at once, one keeps its table, and both return that
         found = _known.setdefault(index_map, np.append(addresses_of(*index_map.tables()), len(index_map.end)))

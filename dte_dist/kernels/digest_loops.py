@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loop that digests elements by where they belong in another space (see `plan.index_map` for the tables).
+"""The numba loop that digests elements by where they belong in another space (see `plan.index_map` for the
+tables).
 
-`remap` is the address of the addresses of an IndexMap's arrays, as in `kernels.remap_loops`. Nothing is compiled at import.
+`remap` is the address of the addresses of an IndexMap's arrays, as in `kernels.remap_loops`. Nothing is
+compiled at import.
 """
 
 from __future__ import annotations
@@ -12,7 +14,21 @@ import numpy as np
 from dte_dist.kernels.compiled import loop, part
 from dte_dist.kernels.loops import mix
 from dte_dist.kernels.memory import at, column
-from dte_dist.kernels.remap_loops import AXES, AXIS, BEGIN, END, ENTRIES, EXTENT, HIGH, LOW, ORIGIN, SEGMENT, SHIFT, TARGET, row_start
+from dte_dist.kernels.remap_loops import (
+    AXES,
+    AXIS,
+    BEGIN,
+    END,
+    ENTRIES,
+    EXTENT,
+    HIGH,
+    LOW,
+    ORIGIN,
+    SEGMENT,
+    SHIFT,
+    TARGET,
+    row_start,
+)
 
 __all__ = ["digest"]
 
@@ -22,7 +38,9 @@ _ZERO, _I64 = np.uint64(0), np.int64(0)
 
 @part
 def _piece(start, pieces, position):
-    """Return the last piece that begins at or before a position: the one that holds it, never an empty one."""
+    """Return the last piece that begins at or before a position: the one that holds it, never an empty
+    one.
+    """
     low, high = _I64, pieces
     while high - low > 1:
         middle = (low + high) >> 1
@@ -35,7 +53,9 @@ def _piece(start, pieces, position):
 
 @part
 def _add(sample, width, bits, length, position, starts, pieces, sums):
-    """Add the hashes of `length` neighbours, the first of which belongs to `position`, to the sums of their pieces."""
+    """Add the hashes of `length` neighbours, the first of which belongs to `position`, to the sums of their
+    pieces.
+    """
     start, total = at(starts, _I64), at(sums, _I64)
     piece = _piece(start, pieces, position)
     while length > 0:
@@ -52,9 +72,21 @@ def _add(sample, width, bits, length, position, starts, pieces, sums):
 
 @loop
 def digest(sample, width, index_map, entry, first, length, bits, starts, pieces, sums):
-    """Add the hashes of source positions [first, first + length), from entry `entry` on, to the sums of the pieces they belong to."""
-    begin, end, shift, origin = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT), column(index_map, ORIGIN)
-    axis, axes, extent, segment = column(index_map, AXIS), column(index_map, AXES), column(index_map, EXTENT), column(index_map, SEGMENT)
+    """Add the hashes of source positions [first, first + length), from entry `entry` on, to the sums of the
+    pieces they belong to.
+    """
+    begin, end, shift, origin = (
+        column(index_map, BEGIN),
+        column(index_map, END),
+        column(index_map, SHIFT),
+        column(index_map, ORIGIN),
+    )
+    axis, axes, extent, segment = (
+        column(index_map, AXIS),
+        column(index_map, AXES),
+        column(index_map, EXTENT),
+        column(index_map, SEGMENT),
+    )
     low, high, target = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET)
     stop, entries = first + length, at(index_map, _I64)[ENTRIES]
     while entry < entries and begin[entry] < stop:

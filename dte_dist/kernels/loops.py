@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loops over CPU memory. `kernels.cpu` is their face: it checks arguments, turns tensors into addresses and splits the work.
+"""The numba loops over CPU memory. `kernels.cpu` is their face: it checks arguments, turns tensors into
+addresses and splits the work.
 
-Every loop takes memory as int64 addresses, many tensors as that of a `Table`. So calls cost little, and one compiled form serves all;
-only what touches elements is compiled anew for each type of `sample`, any scalar of the element's unsigned type.
-Nothing is compiled at import.
+Every loop takes memory as int64 addresses, many tensors as that of a `Table`. So calls cost little, and one
+compiled form serves all; only what touches elements is compiled anew for each type of `sample`, any scalar of
+the element's unsigned type. Nothing is compiled at import.
 
 A loop runs on one core, without the GIL, and trusts its arguments unless it says otherwise.
 """
@@ -20,9 +21,23 @@ from dte_dist.kernels.memory import BLOCK, at, column, differing, lowest, move, 
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAPES, STARTS
 
 __all__ = [
-    "advance", "check_u16", "checksum", "copy", "decode_u16", "element", "encode_u16", "find", "gather", "join", "mix", "put", "scatter",
-    "sorted_below", "to_bf16", "until",
-]  # fmt: skip
+    "advance",
+    "check_u16",
+    "checksum",
+    "copy",
+    "decode_u16",
+    "element",
+    "encode_u16",
+    "find",
+    "gather",
+    "join",
+    "mix",
+    "put",
+    "scatter",
+    "sorted_below",
+    "to_bf16",
+    "until",
+]
 
 _ROWS: Final = 32  # of a transposed matrix that are copied at once
 _ROOM: Final = 2048  # elements of at most 8 bytes that `stack` holds
@@ -38,7 +53,9 @@ _SIGNLESS, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.ui
 
 @part
 def find(table, index, position):
-    """Return which tensor holds a position, never an empty one: the last that starts at or before it, sought near `index` first."""
+    """Return which tensor holds a position, never an empty one: the last that starts at or before it, sought
+    near `index` first.
+    """
     starts, high, reach = column(table, STARTS), at(table, _I64)[COUNT], 1
     if starts[index] > position:
         index = 0
@@ -57,7 +74,9 @@ def find(table, index, position):
 
 @part
 def until(positions, i, count, limit):
-    """Return the first of the places [i, count), which are some, whose position is at least `limit`; near `i` first."""
+    """Return the first of the places [i, count), which are some, whose position is at least `limit`; near `i`
+    first.
+    """
     position, reach = at(positions, _I32), 1
     if position[count - 1] < limit:
         return count
@@ -93,13 +112,17 @@ def element(table, index, place):
 
 @part
 def _copy_strided(sample, width, table, index, place, count, buffer, inward):
-    """Copy `count` elements from `place` on of a tensor that is not contiguous, from `buffer` (inward) or to it.
+    """Copy `count` elements from `place` on of a tensor that is not contiguous, from `buffer` (inward) or to
+    it.
 
-    Where rows lie side by side, as in a transposed matrix, several are copied at once: else each element would cost a line of the cache.
+    Where rows lie side by side, as in a transposed matrix, several are copied at once: else each element
+        would cost a line of the cache.
     """
     shape = _shape(table, index)
     size, step, outer = shape[2 * shape[0] - 1], shape[2 * shape[0]], 2 * shape[0] - 3
-    beside = step != width and shape[0] > 1 and shape[outer + 1] == width  # a last dimension of one element may have any step
+    beside = (
+        step != width and shape[0] > 1 and shape[outer + 1] == width
+    )  # a last dimension of one element may have any step
     while count > 0:
         row, column = place // size, place % size
         here, rows, live = min(count, size - column), 1, element(table, index, place)
@@ -110,7 +133,10 @@ def _copy_strided(sample, width, table, index, place, count, buffer, inward):
         else:
             for i in range(here):
                 for j in range(rows):
-                    one, other = at(live + i * step + j * width, sample), at(buffer + (i + j * size) * width, sample)
+                    one, other = (
+                        at(live + i * step + j * width, sample),
+                        at(buffer + (i + j * size) * width, sample),
+                    )
                     if inward:
                         one[0] = other[0]
                     else:
@@ -120,7 +146,9 @@ def _copy_strided(sample, width, table, index, place, count, buffer, inward):
 
 @loop
 def to_bf16(live, count, buffer):
-    """Write fp32 as bf16: to the nearest, ties to even; every NaN becomes 0xffff, as torch casts in one dimension."""
+    """Write fp32 as bf16: to the nearest, ties to even; every NaN becomes 0xffff, as torch casts in one
+    dimension.
+    """
     single, half = at(live, _U32), at(buffer, _U16)
     for i in range(count):
         bits = single[i]
@@ -130,7 +158,9 @@ def to_bf16(live, count, buffer):
 
 @part
 def _take_run(width, live, known, low, end, first, old, new):
-    """Take over elements [low, end) of a run that all differ; write what they were and are from element `first` of the arrays on."""
+    """Take over elements [low, end) of a run that all differ; write what they were and are from element
+    `first` of the arrays on.
+    """
     size, to = (end - low) * width, first * width
     move(old + to, known + low * width, size)
     move(new + to, live + low * width, size)
@@ -147,9 +177,11 @@ def _count_up(positions, first, count, start):
 
 @part
 def _advance_run(sample, width, live, known, length, base, begun, out):
-    """Compare one contiguous run and take it over; positions count from `base`. Return how many differ, with the `begun` before.
+    """Compare one contiguous run and take it over; positions count from `base`. Return how many differ, with
+    the `begun` before.
 
-    `out` are the addresses of positions and bits, for changes from the very first on. Positions are not written for as long as everything
+    `out` are the addresses of positions and bits, for changes from the very first on. Positions are not
+    written for as long as everything
     has changed: while `begun` is `base`.
     """
     positions, old, new = out
@@ -194,9 +226,11 @@ def _advance_run(sample, width, live, known, length, base, begun, out):
 
 @loop
 def advance(sample, width, table, begin, end, known, positions, old, new):
-    """Compare elements [begin, end) of a table, none of them strided, with `known`, and take over what differs.
+    """Compare elements [begin, end) of a table, none of them strided, with `known`, and take over what
+    differs.
 
-    Write positions, counted from `begin`, and the bits before and after. Return how many; if that is all, no position is written.
+    Write positions, counted from `begin`, and the bits before and after. Return how many; if that is all, no
+    position is written.
     """
     starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
     found, now, index, room = np.int64(0), begin, find(table, _I64, begin), stack()
@@ -227,8 +261,15 @@ def join(width, parts, counts, number, array):
 
 @loop
 def copy(sample, width, table, begin, end, buffer, inward, touched):
-    """Copy elements [begin, end) of a table from `buffer` (inward) or to it, and mark the tensors that are met."""
-    starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
+    """Copy elements [begin, end) of a table from `buffer` (inward) or to it, and mark the tensors that are
+    met.
+    """
+    starts, addresses, kinds, mark = (
+        column(table, STARTS),
+        column(table, ADDRESSES),
+        column(table, KINDS),
+        at(touched, _U8),
+    )
     now, index = begin, find(table, _I64, begin)
     while now < end:
         stop = min(end, starts[index + 1])
@@ -249,12 +290,23 @@ def copy(sample, width, table, begin, end, buffer, inward, touched):
 
 @loop
 def scatter(sample, width, table, positions, wide, bits, count, touched):
-    """Write bits to positions (int64 if `wide`, else int32) of the tensors of a table, in any order, and mark the tensors touched.
+    """Write bits to positions (int64 if `wide`, else int32) of the tensors of a table, in any order, and mark
+    the tensors touched.
 
     Return how many were written: fewer than `count` if a position is out of range.
     """
-    starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
-    narrow_position, wide_position, bit, total = at(positions, _I32), at(positions, _I64), at(bits, sample), starts[at(table, _I64)[COUNT]]
+    starts, addresses, kinds, mark = (
+        column(table, STARTS),
+        column(table, ADDRESSES),
+        column(table, KINDS),
+        at(touched, _U8),
+    )
+    narrow_position, wide_position, bit, total = (
+        at(positions, _I32),
+        at(positions, _I64),
+        at(bits, sample),
+        starts[at(table, _I64)[COUNT]],
+    )
     index = i = np.int64(0)
     while i < count:
         now = wide_position[i] if wide else np.int64(narrow_position[i])
@@ -282,7 +334,12 @@ def put(sample, array, length, positions, wide, bits, count):
 
     Return how many were written: fewer than `count` if a position is out of range.
     """
-    element, bit, narrow_position, wide_position = at(array, sample), at(bits, sample), at(positions, _I32), at(positions, _I64)
+    element, bit, narrow_position, wide_position = (
+        at(array, sample),
+        at(bits, sample),
+        at(positions, _I32),
+        at(positions, _I64),
+    )
     for i in range(count):
         place = wide_position[i] if wide else np.int64(narrow_position[i])
         if place < 0 or place >= length:
@@ -294,7 +351,12 @@ def put(sample, array, length, positions, wide, bits, count):
 @loop
 def gather(sample, array, length, positions, wide, bits, count):
     """Read bits from positions (int64 if `wide`, else int32) of one array. Return how many: as `put`."""
-    element, bit, narrow_position, wide_position = at(array, sample), at(bits, sample), at(positions, _I32), at(positions, _I64)
+    element, bit, narrow_position, wide_position = (
+        at(array, sample),
+        at(bits, sample),
+        at(positions, _I32),
+        at(positions, _I64),
+    )
     for i in range(count):
         place = wide_position[i] if wide else np.int64(narrow_position[i])
         if place < 0 or place >= length:
@@ -371,12 +433,16 @@ def mix(bits):
 
 @loop
 def checksum(frame, low, high, skip):
-    """Return the sum of words [low, high), each mixed with its place, modulo 2^64 (docs/protocol.md, "The checksum")."""
+    """Return the sum of words [low, high), each mixed with its place, modulo 2^64 (docs/protocol.md, "The
+    checksum").
+    """
     total, place = _ZERO, np.uint64(low) * _FIRST
     for i in range(low, high):
         place += _FIRST
         total += mix(place + word(frame + 8 * i))
-    if low <= skip < high:  # exchanged afterwards: a condition within the loop would keep it from using vectors
+    if (
+        low <= skip < high
+    ):  # exchanged afterwards: a condition within the loop would keep it from using vectors
         place = np.uint64(skip + 1) * _FIRST
         total += mix(place) - mix(place + word(frame + 8 * skip))
     return total

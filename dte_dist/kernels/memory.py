@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """Memory by address, for the numba loops: what numba itself has no words for.
 
-Addresses are int64. `sample` is any scalar of the type of the elements; only its type counts, so that one source serves all widths.
+Addresses are int64. `sample` is any scalar of the type of the elements; only its type counts, so that one
+source serves all widths.
 """
 
 from __future__ import annotations
@@ -13,18 +14,37 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["BLOCK", "SOME", "at", "column", "differing", "high_product", "lowest", "move", "move_down", "ones", "stack", "word"]
+__all__ = [
+    "BLOCK",
+    "SOME",
+    "at",
+    "column",
+    "differing",
+    "high_product",
+    "lowest",
+    "move",
+    "move_down",
+    "ones",
+    "stack",
+    "word",
+]
 
 BLOCK: Final = 64
-"""Bytes that `differing` compares: two AVX2 registers or one of AVX-512, and at most 64 elements, one bit each."""
+"""Bytes that `differing` compares: two AVX2 registers or one of AVX-512, and at most 64 elements, one bit
+each.
+"""
 
 SOME: Final = 512
-"""Elements that are worked on together: what they need fits into `stack`, and their cache lines into the first cache."""
+"""Elements that are worked on together: what they need fits into `stack`, and their cache lines into the
+first cache.
+"""
 
 
 @intrinsic
 def at(_typing: Any, address: Any, sample: Any) -> Any:
-    """Return a pointer to elements of the type of `sample`, which are read and written with `pointer[index]`."""
+    """Return a pointer to elements of the type of `sample`, which are read and written with
+    `pointer[index]`.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -46,7 +66,9 @@ def column(_typing: Any, table: Any, number: Any) -> Any:
 
 @intrinsic
 def differing(_typing: Any, left: Any, right: Any, sample: Any) -> Any:
-    """Return a mask of which elements of two blocks of 64 bytes differ, the first in the lowest bit; no alignment is needed."""
+    """Return a mask of which elements of two blocks of 64 bytes differ, the first in the lowest bit; no
+    alignment is needed.
+    """
     lanes = BLOCK * 8 // sample.bitwidth
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -126,7 +148,9 @@ def move_down(_typing: Any, target: Any, source: Any, size: Any) -> Any:
 
 @intrinsic
 def stack(_typing: Any) -> Any:
-    """Return the address of 16 KiB that are this call's own until it returns; the same at every use in one function."""
+    """Return the address of 16 KiB that are this call's own until it returns; the same at every use in one
+    function.
+    """
 
     def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         room = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(64), 2048))

@@ -1,4 +1,5 @@
-"""Sizes of the streams of the codecs, to the byte, and the choices that follow from them; worked out on the host for every device.
+"""Sizes of the streams of the codecs, to the byte, and the choices that follow from them; worked out on the
+host for every device.
 
 The formulas are those of docs/protocol.md. The numba loops use the same ones.
 """
@@ -37,11 +38,13 @@ class Classes:
 
 
 class Planes(NamedTuple):
-    """How distances of w bits are written as planes of bits. With m = |distance| - 1 modulo 2^w and h = m >> shift:
+    """How distances of w bits are written as planes of bits. With m = |distance| - 1 modulo 2^w and h = m >>
+    shift:
 
     Attributes:
         shift: low bits of every m that are written as they are.
-        spread: 1 more than the low bits of the positions of those with h > 0, the far ones; 0 if these are a plane.
+        spread: 1 more than the low bits of the positions of those with h > 0, the far ones; 0 if these are a
+            plane.
         far: how many have h > 0.
         unary: the bits of all h together.
         size: bytes in all.
@@ -74,5 +77,7 @@ def low_size(count: int, low: int) -> int:
 
 @register_jitable
 def ef_size(count: int, length: int, low: int) -> int:
-    """Return the bytes of `count` positions below `length`, `low` bits of each as they are, the rest in unary."""
+    """Return the bytes of `count` positions below `length`, `low` bits of each as they are, the rest in
+    unary.
+    """
     return low_size(count, low) + bitmap_bytes(count + ((length - 1) >> low))

@@ -2,10 +2,12 @@
 # ruff: noqa: PLR0917
 """The numba loops that translate positions between flat spaces (see `plan.index_map` for the tables).
 
-Positions come sorted, so the entries are walked once. Which positions a receiver holds is as good as random, and a wrong guess costs
+Positions come sorted, so the entries are walked once. Which positions a receiver holds is as good as random,
+and a wrong guess costs
 more than the work: so every one is written, and the next is written over it if it was not to be kept.
 
-`remap` is the address of the addresses of an IndexMap's arrays, in their order, and of the number of entries. Nothing is compiled at import.
+`remap` is the address of the addresses of an IndexMap's arrays, in their order, and of the number of entries.
+Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -22,15 +24,37 @@ from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 from dte_dist.kernels.vector import at_distance
 
 __all__ = [
-    "AXES", "AXIS", "BEGIN", "END", "ENTRIES", "EXTENT", "HIGH", "LOW", "ORIGIN", "SEGMENT", "SHIFT", "STRIDE", "TARGET", "patch", "place",
-    "row_start", "translate",
-]  # fmt: skip
+    "AXES",
+    "AXIS",
+    "BEGIN",
+    "END",
+    "ENTRIES",
+    "EXTENT",
+    "HIGH",
+    "LOW",
+    "ORIGIN",
+    "SEGMENT",
+    "SHIFT",
+    "STRIDE",
+    "TARGET",
+    "patch",
+    "place",
+    "row_start",
+    "translate",
+]
 
 BEGIN, END, SHIFT, ORIGIN, AXIS, AXES, EXTENT, STRIDE, SEGMENT, LOW, HIGH, TARGET, ENTRIES = range(13)
 """Places of an index map's arrays among their addresses, and of the number of entries."""
 
 _MOST_AXES: Final = 16
-_U8, _U16, _U32, _U64, _I32, _I64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0), np.int32(0), np.int64(0)
+_U8, _U16, _U32, _U64, _I32, _I64 = (
+    np.uint8(0),
+    np.uint16(0),
+    np.uint32(0),
+    np.uint64(0),
+    np.int32(0),
+    np.int64(0),
+)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -51,7 +75,9 @@ def _lookup(index_map, begin, end, coordinate):
 
 @part
 def row_start(index_map, entry, row):
-    """Return the receiver's position of the start of a row of an entry with axes, or -1 if the receiver has no such row."""
+    """Return the receiver's position of the start of a row of an entry with axes, or -1 if the receiver has
+    no such row.
+    """
     extent, stride, segment = column(index_map, EXTENT), column(index_map, STRIDE), column(index_map, SEGMENT)
     low, target = column(index_map, LOW), column(index_map, TARGET)
     outer, base = column(index_map, AXIS)[entry], column(index_map, SHIFT)[entry]
@@ -71,13 +97,23 @@ def row_start(index_map, entry, row):
 def _measure(index_map, entry, parts):
     """Write down the axes of an entry for `_in_rectangle`. Return False if they are not of its kind.
 
-    Its kind: the receiver holds one run along each, and all positions are below 2^32. Five uint64 for each, innermost first: 2^64 / extent
-    rounded up, or 0 for the outermost; extent; first coordinate held, and how many; elements per step in the receiver's block.
-    Before them, the position in the receiver of coordinates that are all 0, which may be below 0.
+    Its kind: the receiver holds one run along each, and all positions are below 2^32. Five uint64 for each,
+        innermost first: 2^64 / extent rounded up, or 0 for the outermost; extent; first coordinate held, and
+        how many; elements per step in the receiver's block. Before them, the position in the receiver of
+        coordinates that are all 0, which may be below 0.
     """
     extent, stride, segment = column(index_map, EXTENT), column(index_map, STRIDE), column(index_map, SEGMENT)
-    low, high, target, number = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET), at(parts, _U64)
-    first, axes, home = column(index_map, AXIS)[entry], column(index_map, AXES)[entry], column(index_map, SHIFT)[entry]
+    low, high, target, number = (
+        column(index_map, LOW),
+        column(index_map, HIGH),
+        column(index_map, TARGET),
+        at(parts, _U64),
+    )
+    first, axes, home = (
+        column(index_map, AXIS)[entry],
+        column(index_map, AXES)[entry],
+        column(index_map, SHIFT)[entry],
+    )
     if axes > _MOST_AXES or column(index_map, END)[entry] - column(index_map, ORIGIN)[entry] >= 1 << 32:
         return False
     for a in range(axes):
@@ -95,7 +131,9 @@ def _measure(index_map, entry, parts):
 
 @part
 def _in_plane(sample, parts, offset, positions, bits, count, out, kept):
-    """Do what `_in_rectangle` does where there are two axes, as in most entries, with everything in registers."""
+    """Do what `_in_rectangle` does where there are two axes, as in most entries, with everything in
+    registers.
+    """
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
     number, found = at(parts, _U64), _I64
     home, scale, size, low, held = number[0], number[1], number[2], number[3], number[4]
@@ -112,9 +150,11 @@ def _in_plane(sample, parts, offset, positions, bits, count, out, kept):
 
 @part
 def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept):
-    """Translate positions of an entry that `_measure` accepted; they count from its origin less `offset`. Return how many are kept.
+    """Translate positions of an entry that `_measure` accepted; they count from its origin less `offset`.
+    Return how many are kept.
 
-    Products with 2^64 / extent stand for divisions. What lies outside a run wraps to a large number when its start is taken off.
+    Products with 2^64 / extent stand for divisions. What lies outside a run wraps to a large number when its
+    start is taken off.
     """
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
     number, found = at(parts, _U64), _I64
@@ -144,7 +184,11 @@ def _in_rows(sample, index_map, entry, offset, positions, bits, count, out, kept
     while i < count:
         row = (position[i] + offset) // length
         start = row * length - offset
-        stop, base, k = until(positions, i, count, start + length), row_start(index_map, entry, row), segment[inner]
+        stop, base, k = (
+            until(positions, i, count, start + length),
+            row_start(index_map, entry, row),
+            segment[inner],
+        )
         i = stop if base < 0 else i
         while i < stop:
             coordinate = position[i] - start
@@ -169,7 +213,8 @@ def _shift(sample, width, distance, positions, bits, count, out, kept):
 
 @part
 def _translate(sample, width, index_map, entry, first, positions, bits, count, out, kept):
-    """Translate sorted int32 positions, counted from `first`, from entry `entry` on; keep the bits of those that have a home.
+    """Translate sorted int32 positions, counted from `first`, from entry `entry` on; keep the bits of those
+    that have a home.
 
     Return how many were kept, and an entry from which later positions may go on.
     """
@@ -181,7 +226,13 @@ def _translate(sample, width, index_map, entry, first, positions, bits, count, o
         if i == count:
             break
         stop = until(positions, i, count, end[entry] - first)
-        here, old, to, new, offset = positions + 4 * i, bits + width * i, out + 8 * found, kept + width * found, first - origin[entry]
+        here, old, to, new, offset = (
+            positions + 4 * i,
+            bits + width * i,
+            out + 8 * found,
+            kept + width * found,
+            first - origin[entry],
+        )
         if axes[entry] == 0:
             found += _shift(sample, width, first + shift[entry], here, old, stop - i, to, new)
         elif stop > i:
@@ -205,7 +256,9 @@ def translate(sample, width, index_map, entry, first, positions, bits, count, ou
 
 @part
 def _seek(stream, blocks, place):
-    """Return in which block of a stream of codec u16 its position number `place` is, and how many there are from it to the block's end."""
+    """Return in which block of a stream of codec u16 its position number `place` is, and how many there are
+    from it to the block's end.
+    """
     number, block, ahead = at(stream, _U32), _I64, place
     while block < blocks and ahead >= number[block]:
         ahead -= np.int64(number[block])
@@ -215,7 +268,8 @@ def _seek(stream, blocks, place):
 
 @part
 def _unpack(stream, blocks, block, left, count, positions):
-    """Write `count` positions of a stream of codec u16 as int32, the next being `left` before the end of block `block`.
+    """Write `count` positions of a stream of codec u16 as int32, the next being `left` before the end of
+    block `block`.
 
     Return the same of what follows.
     """
@@ -251,14 +305,28 @@ def _write_here(sample, width, live, positions, values, count, relative):
 
 
 @loop
-def patch(sample, width, index_map, entry, first, positions, blocks, values, low, high, table, touched, relative):
-    """Translate positions [low, high) and write their values, or move what is there by them, in the tensors of a table.
+def patch(
+    sample, width, index_map, entry, first, positions, blocks, values, low, high, table, touched, relative
+):
+    """Translate positions [low, high) and write their values, or move what is there by them, in the tensors
+    of a table.
 
-    Positions are int32, or a stream of codec u16 of some `blocks`; they are taken in parts that stay in the first cache. Most such parts
-    become neighbours in one tensor, and are written straight there. Return whether all positions were within the table.
+    Positions are int32, or a stream of codec u16 of some `blocks`; they are taken in parts that stay in the
+    first cache. Most such parts become neighbours in one tensor, and are written straight there. Return
+    whether all positions were within the table.
     """
-    starts, addresses, kinds, mark = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS), at(touched, _U8)
-    begin, end, shift, axes = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT), column(index_map, AXES)
+    starts, addresses, kinds, mark = (
+        column(table, STARTS),
+        column(table, ADDRESSES),
+        column(table, KINDS),
+        at(touched, _U8),
+    )
+    begin, end, shift, axes = (
+        column(index_map, BEGIN),
+        column(index_map, END),
+        column(index_map, SHIFT),
+        column(index_map, AXES),
+    )
     homes, kept, unpacked, some = stack(), stack() + 8 * SOME, stack() + 16 * SOME, positions
     entries, total, index, missing = at(index_map, _I64)[ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64
     block, left = _seek(positions, blocks, low)
@@ -275,7 +343,13 @@ def patch(sample, width, index_map, entry, first, positions, blocks, values, low
         if entry == entries:
             break
         moves = shift[entry]
-        if axes[entry] == 0 and begin[entry] <= least and most < end[entry] and least + moves >= 0 and most + moves < total:
+        if (
+            axes[entry] == 0
+            and begin[entry] <= least
+            and most < end[entry]
+            and least + moves >= 0
+            and most + moves < total
+        ):
             index = find(table, index, least + moves)
             if kinds[index] == PLAIN and most + moves < starts[index + 1]:
                 mark[index] = 1
@@ -283,25 +357,47 @@ def patch(sample, width, index_map, entry, first, positions, blocks, values, low
                 _write_here(sample, width, live, some, theirs, size, relative)
                 continue
         found, entry = _translate(sample, width, index_map, entry, first, some, theirs, size, homes, kept)
-        missing += found - scatter_values(sample, width, table, homes, kept, found, relative, touched, np.int64(0))
+        missing += found - scatter_values(
+            sample, width, table, homes, kept, found, relative, touched, np.int64(0)
+        )
     return missing == 0
 
 
 @loop
 def place(sample, width, index_map, entry, first, length, bits, table, touched, inward):
-    """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them (inward), or back.
+    """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them
+    (inward), or back.
 
     Tensors that are met are marked as touched.
     """
-    begin, end, shift, origin = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT), column(index_map, ORIGIN)
-    axis, axes, extent, segment = column(index_map, AXIS), column(index_map, AXES), column(index_map, EXTENT), column(index_map, SEGMENT)
+    begin, end, shift, origin = (
+        column(index_map, BEGIN),
+        column(index_map, END),
+        column(index_map, SHIFT),
+        column(index_map, ORIGIN),
+    )
+    axis, axes, extent, segment = (
+        column(index_map, AXIS),
+        column(index_map, AXES),
+        column(index_map, EXTENT),
+        column(index_map, SEGMENT),
+    )
     low, high, target = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET)
     stop, entries = first + length, at(index_map, _I64)[ENTRIES]
     while entry < entries and begin[entry] < stop:
         now, until = max(first, begin[entry]), min(stop, end[entry])
         if axes[entry] == 0:
             to = now + shift[entry]
-            copy(sample, width, table, to, to + max(until - now, 0), bits + (now - first) * width, inward, touched)
+            copy(
+                sample,
+                width,
+                table,
+                to,
+                to + max(until - now, 0),
+                bits + (now - first) * width,
+                inward,
+                touched,
+            )
             entry += 1
             continue
         inner = axis[entry] + axes[entry] - 1
@@ -314,6 +410,8 @@ def place(sample, width, index_map, entry, first, length, bits, table, touched, 
                     x, y = max(now, start + low[k]), min(until, start + high[k])
                     if y > x:
                         to = base + x - start - low[k] + target[k]
-                        copy(sample, width, table, to, to + y - x, bits + (x - first) * width, inward, touched)
+                        copy(
+                            sample, width, table, to, to + y - x, bits + (x - first) * width, inward, touched
+                        )
             row, start = row + 1, start + extent[inner]
         entry += 1

@@ -1,7 +1,7 @@
 """Where tensors lie, as columns of numbers: what the numba loops know of them.
 
-Thousands of tensors are one table, and a call of a loop costs microseconds whatever it touches: it gets one address, that of the
-addresses of the columns.
+Thousands of tensors are one table, and a call of a loop costs microseconds whatever it touches: it gets one
+    address, that of the addresses of the columns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Table:
     Attributes:
         starts, addresses: as given.
         kinds: int64[tensors], PLAIN, ROUNDED, or 1 + where in `shapes` a strided tensor is described.
-        shapes: int64, for each strided tensor its number of dimensions, then for each length and bytes from one to the next.
+        shapes: int64, for each strided tensor its number of dimensions, then for each length and bytes from
+            one to the next.
         address: where the loops find all this.
 
     Example:
@@ -65,19 +66,26 @@ class Table:
         rounded: np.ndarray | None = None,
     ) -> None:
         self.starts = starts
-        self.kinds = np.zeros(len(tensors), np.int64) if rounded is None else np.where(rounded, ROUNDED, PLAIN)
+        self.kinds = (
+            np.zeros(len(tensors), np.int64) if rounded is None else np.where(rounded, ROUNDED, PLAIN)
+        )
         shapes: list[int] = []
         for index in np.flatnonzero(~contiguous).tolist():
             tensor = tensors[index]
             self.kinds[index] = 1 + len(shapes)
             steps = [step * tensor.element_size() for step in tensor.stride()]
-            shapes += [tensor.dim(), *(number for pair in zip(tensor.shape, steps, strict=True) for number in pair)]
+            shapes += [
+                tensor.dim(),
+                *(number for pair in zip(tensor.shape, steps, strict=True) for number in pair),
+            ]
         self.shapes = np.array(shapes, np.int64)
         self._point(addresses)
 
     def _point(self, addresses: np.ndarray) -> None:
         self.addresses = addresses
-        self._columns = np.append(addresses_of(self.starts, addresses, self.kinds, self.shapes), len(addresses))
+        self._columns = np.append(
+            addresses_of(self.starts, addresses, self.kinds, self.shapes), len(addresses)
+        )
         self.address = int(self._columns.ctypes.data)
 
     def relocated(self, indices: np.ndarray, addresses: np.ndarray) -> Table:

@@ -1,9 +1,10 @@
 """One pool of threads for the loops of `kernels`, which run without the GIL.
 
-`split` cuts a range into parts and runs a function on each. The calling thread takes parts like any other, so a call never waits for
-a thread that is busy elsewhere: in the worst case it does everything itself. How many threads take part is what
-`torch.get_num_threads()` says at the call; they are started when they are first needed, and anew in a forked child.
-A call from within a part runs in one part.
+`split` cuts a range into parts and runs a function on each. The calling thread takes parts like any other, so
+a call never waits for
+a thread that is busy elsewhere: in the worst case it does everything itself. How many threads take part is
+    what `torch.get_num_threads()` says at the call; they are started when they are first needed, and anew in
+    a forked child. A call from within a part runs in one part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Result = TypeVar("Result")
 
 
 def split(work: Callable[[int, int], Result], total: int, *, least: int, align: int = 1) -> list[Result]:
-    """Run `work(low, high)` on consecutive parts of [0, total), side by side, and return the results in order.
+    """Run `work(low, high)` on consecutive parts of [0, total), side by side, and return the results in
+    order.
 
     Args:
         work: called from several threads at once; it should spend its time without the GIL.
@@ -37,7 +39,11 @@ def split(work: Callable[[int, int], Result], total: int, *, least: int, align: 
         >>> sum(split(lambda low, high: sum(range(low, high)), 10, least=3))
         45
     """
-    parts = 1 if total < 2 * least or getattr(_local, "inside", False) else min(torch.get_num_threads(), total // least)
+    parts = (
+        1
+        if total < 2 * least or getattr(_local, "inside", False)
+        else min(torch.get_num_threads(), total // least)
+    )
     step = -(-total // (parts * align)) * align if parts > 1 else total
     if step >= total:
         return [work(0, total)]
@@ -86,7 +92,9 @@ class _Job(Generic[Result]):
         while len(ended) < len(self.parts):
             try:
                 ended.append(self._ended.get())
-            except KeyboardInterrupt as raised:  # others still write to the caller's memory: it must not go away now
+            except (
+                KeyboardInterrupt
+            ) as raised:  # others still write to the caller's memory: it must not go away now
                 interrupt = raised
         with self._lock:
             self._work = None
@@ -109,7 +117,9 @@ class _Pool:
         """Let some threads take parts of a job; fewer where no more can be started, which is no error."""
         with self._lock:
             while self._count < helpers:
-                thread = threading.Thread(target=_help, args=(self._jobs,), name=f"dte_dist-loops-{self._count}", daemon=True)
+                thread = threading.Thread(
+                    target=_help, args=(self._jobs,), name=f"dte_dist-loops-{self._count}", daemon=True
+                )
                 try:
                     thread.start()
                 except RuntimeError:

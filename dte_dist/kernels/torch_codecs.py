@@ -1,9 +1,11 @@
-"""The kernels of the codecs with plain torch ops, for tensors of any device; the functions are those of `kernels.cpu_codecs`.
+"""The kernels of the codecs with plain torch ops, for tensors of any device; the functions are those of
+`kernels.cpu_codecs`.
 
-They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places of the bits that are
-set are found by their ranks, and whether a stream was sound stays on the device; only of `again`, `count_again` has to wait once.
-Of the others, `measure`, `count_ulp8`, `split_again`, `encode_planes` and `moved` wait once; `collect` twice, and `scatter_add` twice, or
-three times if positions do not ascend, to learn which tensors they meet.
+They write the same bytes. Decoders know all sizes beforehand, so they never wait for the device: the places
+of the bits that are set are found by their ranks, and whether a stream was sound stays on the device; only of
+`again`, `count_again` has to wait once. Of the others, `measure`, `count_ulp8`, `split_again`,
+`encode_planes` and `moved` wait once; `collect` twice, and `scatter_add` twice, or three times if positions
+do not ascend, to learn which tensors they meet.
 """
 
 from __future__ import annotations
@@ -18,10 +20,29 @@ from dte_dist.kernels import Flat, Tables, torch_ops, torch_remap
 from dte_dist.kernels.planes import CLASSES, Classes, Planes, bitmap_bytes, ef_size
 
 __all__ = [
-    "add", "collect", "count_again", "count_ulp8", "decode_bitmap", "decode_ef", "decode_planes", "decode_ulp8", "distances",
-    "encode_bitmap", "encode_ef", "encode_planes", "encode_ulp8", "join_again", "measure", "moved", "narrow", "patch", "scatter_add",
-    "split_again", "subtract", "widen",
-]  # fmt: skip
+    "add",
+    "collect",
+    "count_again",
+    "count_ulp8",
+    "decode_bitmap",
+    "decode_ef",
+    "decode_planes",
+    "decode_ulp8",
+    "distances",
+    "encode_bitmap",
+    "encode_ef",
+    "encode_planes",
+    "encode_ulp8",
+    "join_again",
+    "measure",
+    "moved",
+    "narrow",
+    "patch",
+    "scatter_add",
+    "split_again",
+    "subtract",
+    "widen",
+]
 
 _GATHER: Final = 0x0102040810204080
 _REPEAT: Final = 0x0101010101010101
@@ -59,8 +80,20 @@ def widen(distances: Tensor) -> Tensor:
     return _signed(distances).to(torch.int32)
 
 
-def patch(index_map: Tables, first: int, positions: Tensor, values: Tensor, flat: Flat, *, relative: bool, length: int | None = None) -> None:
-    """Write values to where `flat`, a receiver's space, holds them, or move what is there by them. Waits as what it calls."""
+def patch(
+    index_map: Tables,
+    first: int,
+    positions: Tensor,
+    values: Tensor,
+    flat: Flat,
+    *,
+    relative: bool,
+    length: int | None = None,
+) -> None:
+    """Write values to where `flat`, a receiver's space, holds them, or move what is there by them.
+
+    Waits as what it calls.
+    """
     if length is not None:
         stream, positions = positions, torch.empty(len(values), dtype=torch.int32, device=positions.device)
         torch_ops.decode_u16(stream, len(values), length, positions)
@@ -90,14 +123,20 @@ def moved(flat: Flat, positions: Tensor, distances: Tensor) -> Tensor:
 
 def take(view: Tensor, positions: Tensor) -> Tensor:
     """Return the elements at positions (int64, in row-major order) of a tensor of any strides."""
-    return view.view(-1)[positions] if view.is_contiguous() else view[torch_ops.coordinates(positions, view.shape)]
+    return (
+        view.view(-1)[positions]
+        if view.is_contiguous()
+        else view[torch_ops.coordinates(positions, view.shape)]
+    )
 
 
 def collect(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
     """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on."""
     here = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
     there, which = torch_remap.translate(index_map, first, here, here)
-    bits[which.to(torch.int64)] = moved(flat, there, torch.zeros(len(there), dtype=bits.dtype, device=bits.device))
+    bits[which.to(torch.int64)] = moved(
+        flat, there, torch.zeros(len(there), dtype=bits.dtype, device=bits.device)
+    )
 
 
 def encode_bitmap(positions: Tensor, length: int) -> Tensor:
@@ -106,7 +145,9 @@ def encode_bitmap(positions: Tensor, length: int) -> Tensor:
 
 
 def decode_bitmap(stream: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """Read int32[count] positions, and say whether there are as many, all below `length`; safe for any bytes."""
+    """Read int32[count] positions, and say whether there are as many, all below `length`; safe for any
+    bytes.
+    """
     positions, sound = _ranks(_unpacked(stream), count)
     return positions.to(torch.int32), sound & torch_ops.sorted_below(positions, length)
 
@@ -119,7 +160,9 @@ def encode_ef(positions: Tensor, length: int, low: int) -> Tensor:
 
 
 def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor, Tensor]:
-    """Read int32[count] positions, and say whether they strictly increase below `length`; safe for any bytes."""
+    """Read int32[count] positions, and say whether they strictly increase below `length`; safe for any
+    bytes.
+    """
     lows, at = _joined(stream, count, low)
     places, sound = _ranks(_unpacked(stream[at:]), count)
     high = places - torch.arange(count, device=stream.device)
@@ -128,8 +171,12 @@ def decode_ef(stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor
 
 
 def split_again(previous: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a bit for each previous position, set if it is one of `positions`, and those of `positions` that are new. Waits once."""
-    return _packed(_padded(_among(previous, positions).to(torch.uint8), 64)), positions[~_among(positions, previous)]
+    """Return a bit for each previous position, set if it is one of `positions`, and those of `positions` that
+    are new. Waits once.
+    """
+    return _packed(_padded(_among(previous, positions).to(torch.uint8), 64)), positions[
+        ~_among(positions, previous)
+    ]
 
 
 def _among(values: Tensor, others: Tensor) -> Tensor:
@@ -146,7 +193,9 @@ def count_again(plane: Tensor, size: int) -> int:
 
 
 def join_again(previous: Tensor, plane: Tensor, fresh: Tensor, count: int) -> Tensor:
-    """Return the previous positions whose bit is set and the fresh ones, together in order; they are `count` in number."""
+    """Return the previous positions whose bit is set and the fresh ones, together in order; they are `count`
+    in number.
+    """
     again, _ = _ranks(_unpacked(plane)[: len(previous)], count - len(fresh))
     return torch.cat([previous[again], fresh]).sort()[0]
 
@@ -155,7 +204,9 @@ def measure(distances: Tensor) -> Classes:
     """Count int32 distances by size. Waits once."""
     count = len(distances)
     magnitude = (distances.to(torch.int64).abs() - 1) & 0xFFFFFFFF
-    at_least = (magnitude >= 1 << torch.arange(CLASSES - 1, device=distances.device).view(-1, 1)).sum(1)  # torch.bincount would wait
+    at_least = (magnitude >= 1 << torch.arange(CLASSES - 1, device=distances.device).view(-1, 1)).sum(
+        1
+    )  # torch.bincount would wait
     return Classes(distances, count, -np.diff([count, *at_least.tolist(), 0]))
 
 
@@ -175,13 +226,17 @@ def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     last = (more + 1).cumsum(0) - 1
     which, bit = _runs(more.cumsum(0), plan.unary - plan.far)
     signs = _packed(_padded(wide < 0, 64))
-    places = encode_ef(far.to(torch.int32), len(wide), plan.spread - 1) if plan.spread else _plane(far, len(wide))
+    places = (
+        encode_ef(far.to(torch.int32), len(wide), plan.spread - 1) if plan.spread else _plane(far, len(wide))
+    )
     bits = _packed(_padded(((high[which] >> bit) & 1).to(torch.uint8), 64))
     return torch.cat([signs, *_split(magnitude, plan.shift), places, _plane(last, plan.unary), bits])
 
 
 def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) -> tuple[Tensor, Tensor]:
-    """Read distances of the dtype of bits, and say whether the stream agrees with `plan`; safe for any bytes."""
+    """Read distances of the dtype of bits, and say whether the stream agrees with `plan`; safe for any
+    bytes.
+    """
     at = bitmap_bytes(count)
     negative = _unpacked(stream[:at])[:count]
     lows, used = _joined(stream[at:], count, plan.shift)
@@ -203,7 +258,9 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
 
 
 def _high_parts(unary: Tensor, bits: Tensor, plan: Planes, most: int) -> tuple[Tensor, Tensor]:
-    """Return int64[far] high parts of up to `most` bits, and whether they are so many, in as many bits as the plan says."""
+    """Return int64[far] high parts of up to `most` bits, and whether they are so many, in as many bits as the
+    plan says.
+    """
     last, sound = _ranks(_unpacked(unary), plan.far)
     if not plan.far:
         return last, sound
@@ -216,7 +273,9 @@ def _high_parts(unary: Tensor, bits: Tensor, plan: Planes, most: int) -> tuple[T
 
 
 def _runs(ends: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return int64[total]: of each place, in which of the runs with these ends it is, and where in that, up to 31; safe for any ends."""
+    """Return int64[total]: of each place, in which of the runs with these ends it is, and where in that, up
+    to 31; safe for any ends.
+    """
     place = torch.arange(total, device=ends.device)
     which = torch.searchsorted(ends, place, right=True).clamp_(max=max(len(ends) - 1, 0))
     starts = torch.nn.functional.pad(ends, (1, 0))
@@ -232,7 +291,9 @@ def _bit_length(values: Tensor) -> Tensor:
 
 
 def encode_ulp8(distances: Tensor, width: int, others: int) -> Tensor:
-    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others` in number."""
+    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others`
+    in number.
+    """
     escaped = (distances < -127) | (distances > 127)
     near = torch.where(escaped, -128, distances).to(torch.int8).view(torch.uint8)
     return torch.cat([_padded(near), _bytes_of(distances[_ranks(escaped, others)[0]], width)])
@@ -254,7 +315,9 @@ def _signed(bits: Tensor) -> Tensor:
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """Return where bit patterns are in the order, as signed integers, or the reverse: the map is its own inverse."""
+    """Return where bit patterns are in the order, as signed integers, or the reverse: the map is its own
+    inverse.
+    """
     bits = _signed(bits)
     return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
 
@@ -287,9 +350,14 @@ def _unpacked(stream: Tensor) -> Tensor:
 
 
 def _ranks(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return int64[count] places where a flag is set, in order, and whether there are so many. Does not wait."""
+    """Return int64[count] places where a flag is set, in order, and whether there are so many.
+
+    Does not wait.
+    """
     if not len(flags):
-        return torch.zeros(count, dtype=torch.int64, device=flags.device), torch.full((), count == 0, device=flags.device)
+        return torch.zeros(count, dtype=torch.int64, device=flags.device), torch.full(
+            (), count == 0, device=flags.device
+        )
     rank = flags.cumsum(0)
     found = torch.zeros(count + 1, dtype=torch.int64, device=flags.device)
     slot = torch.where(flags & (rank <= count), rank - 1, count)
@@ -298,7 +366,9 @@ def _ranks(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _split(values: Tensor, low: int) -> list[Tensor]:
-    """Return the `low` lowest bits of integers: whole bytes as streams of bytes, then a plane of words for each further bit."""
+    """Return the `low` lowest bits of integers: whole bytes as streams of bytes, then a plane of words for
+    each further bit.
+    """
     streams = [_padded(((values >> shift) & 0xFF).to(torch.uint8)) for shift in range(0, low & -8, 8)]
     room = torch.zeros(8 * bitmap_bytes(len(values)), dtype=torch.uint8, device=values.device)
     for bit in range(low & -8, low):

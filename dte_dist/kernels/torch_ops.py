@@ -1,9 +1,11 @@
-"""Kernels in plain torch ops, for tensors of any device; the functions are those of `kernels.cpu`, which documents them.
+"""Kernels in plain torch ops, for tensors of any device; the functions are those of `kernels.cpu`, which
+documents them.
 
-On an accelerator the host must not wait for the device more than it has to. So truth values and checksums stay on the device as
-tensors of no dimension, and nothing here depends on what is in the data, except how many changes `advance` found and
-which tensors a `scatter` touches. Nor does the host work in proportion to the tensors: many are gathered or written by one op, and
-changes to many small tensors go through a copy of them. Only large ones (`_SMALL`) are written one by one.
+On an accelerator the host must not wait for the device more than it has to. So truth values and checksums
+stay on the device as tensors of no dimension, and nothing here depends on what is in the data, except how
+many changes `advance` found and which tensors a `scatter` touches. Nor does the host work in proportion to
+the tensors: many are gathered or written by one op, and changes to many small tensors go through a copy of
+them. Only large ones (`_SMALL`) are written one by one.
 """
 
 from __future__ import annotations
@@ -19,19 +21,41 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dte_dist.kernels import BITS, Flat
 
 __all__ = [
-    "advance", "borders", "check_u16", "checksum", "coordinates", "decode_u16", "encode_u16", "gather", "gathered", "put", "read",
-    "scatter", "sorted_below", "write",
-]  # fmt: skip
+    "advance",
+    "borders",
+    "check_u16",
+    "checksum",
+    "coordinates",
+    "decode_u16",
+    "encode_u16",
+    "gather",
+    "gathered",
+    "put",
+    "read",
+    "scatter",
+    "sorted_below",
+    "write",
+]
 
 Kind = TypeVar("Kind", bound=Hashable)
 
 _USUAL: Final = {
-    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-}  # fmt: skip
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+}
 """Dtypes that any device can copy and join; others are taken for integers."""
 
 _BLOCK_BITS: Final = 16
-_SMALL: Final = 1 << 16  # elements of a tensor: launching work for it alone takes longer than copying it there and back
+_SMALL: Final = (
+    1 << 16
+)  # elements of a tensor: launching work for it alone takes longer than copying it there and back
 _BATCH: Final = 1 << 24  # elements of small tensors that are copied at once
 _FIRST: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _SECOND: Final = 0xFF51AFD7ED558CCD - (1 << 64)
@@ -39,8 +63,12 @@ _THIRD: Final = 0xC4CEB9FE1A85EC53 - (1 << 64)
 
 
 @torch.no_grad()
-def advance(flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, old: Tensor, new: Tensor) -> int:  # noqa: PLR0917
-    """Compare elements [begin, end) of `flat` with `known`, write positions and bits, bring `known` up to date. Waits once."""
+def advance(  # noqa: PLR0917
+    flat: Flat, begin: int, end: int, known: Tensor, positions: Tensor, old: Tensor, new: Tensor
+) -> int:
+    """Compare elements [begin, end) of `flat` with `known`, write positions and bits, bring `known` up to
+    date. Waits once.
+    """
     live = _live(flat, begin, end)
     changed = torch.nonzero(live != known).view(-1)
     count = changed.numel()
@@ -71,7 +99,8 @@ def write(flat: Flat, begin: int, bits: Tensor) -> None:
 
 
 def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
-    """Write each bit pattern to its position in `flat`. Waits once, or twice if the positions are not ascending.
+    """Write each bit pattern to its position in `flat`. Waits once, or twice if the positions are not
+    ascending.
 
     Raises:
         IndexError: a position is outside `flat`; nothing has been written.
@@ -88,7 +117,9 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
 
 
 def _by_tensor(flat: Flat, positions: Tensor) -> tuple[Tensor, np.ndarray, Tensor | None]:
-    """Return positions in ascending order, where those of each tensor begin among them, and their order if it was another."""
+    """Return positions in ascending order, where those of each tensor begin among them, and their order if it
+    was another.
+    """
     starts, order = _on(positions.device, flat.starts), None
     positions = positions.to(torch.int64)
     ascending = (positions[1:] > positions[:-1]).all().view(1)
@@ -103,7 +134,9 @@ def _by_tensor(flat: Flat, positions: Tensor) -> tuple[Tensor, np.ndarray, Tenso
 
 
 def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
-    """Write each bit pattern to its position in one contiguous array; a position outside it is an error of the device."""
+    """Write each bit pattern to its position in one contiguous array; a position outside it is an error of
+    the device.
+    """
     with torch.inference_mode(array.is_inference()):
         array.index_copy_(0, positions.to(torch.int64), bits)
 
@@ -115,15 +148,23 @@ def gather(array: Tensor, positions: Tensor) -> Tensor:
 
 def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
     """Return how many of some ascending positions are below each of `starts`. Waits once."""
-    found: list[int] = torch.searchsorted(positions, torch.tensor(starts, dtype=positions.dtype, device=positions.device)).tolist()
+    found: list[int] = torch.searchsorted(
+        positions, torch.tensor(starts, dtype=positions.dtype, device=positions.device)
+    ).tolist()
     return found
 
 
 def encode_u16(positions: Tensor, length: int) -> Tensor:
-    """Write sorted positions below `length` as uint8: a uint32 count per block of 65536, then a uint16 offset each."""
+    """Write sorted positions below `length` as uint8: a uint32 count per block of 65536, then a uint16 offset
+    each.
+    """
     blocks = _blocks(length)
     # The end of the last block may be 2^31, which int32 cannot hold; `length` serves as well.
-    borders = (torch.arange(1, blocks + 1, device=positions.device) << _BLOCK_BITS).clamp_(max=length).to(torch.int32)
+    borders = (
+        (torch.arange(1, blocks + 1, device=positions.device) << _BLOCK_BITS)
+        .clamp_(max=length)
+        .to(torch.int32)
+    )
     ends = torch.searchsorted(positions, borders, out_int32=True)
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
     offsets = (positions & 0xFFFF).to(torch.int16)  # few ops know uint16 on an accelerator
@@ -131,7 +172,10 @@ def encode_u16(positions: Tensor, length: int) -> Tensor:
 
 
 def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bool | Tensor:
-    """Read what `encode_u16` wrote into `positions`. Return whether the stream is sound; safe for any bytes."""
+    """Read what `encode_u16` wrote into `positions`.
+
+    Return whether the stream is sound; safe for any bytes.
+    """
     blocks = _blocks(length)
     if stream.numel() != 4 * blocks + 2 * count:
         return False
@@ -141,7 +185,9 @@ def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bo
     if not count:
         return sound
     # Unsound counts give block numbers that are wrong but in range.
-    block = torch.searchsorted(ends, torch.arange(count, device=stream.device), right=True).clamp_(0, blocks - 1)
+    block = torch.searchsorted(ends, torch.arange(count, device=stream.device), right=True).clamp_(
+        0, blocks - 1
+    )
     positions.copy_((block << _BLOCK_BITS) | (offsets.to(torch.int64) & 0xFFFF))
     return sound & sorted_below(positions, length)
 
@@ -160,10 +206,14 @@ def sorted_below(positions: Tensor, length: int) -> Tensor:
 
 
 def checksum(frame: Tensor, skip: int = -1) -> Tensor:
-    """Return 64 bits over the 8-byte words of a uint8 tensor, as an int64 tensor of no dimension; word `skip` counts as zero."""
+    """Return 64 bits over the 8-byte words of a uint8 tensor, as an int64 tensor of no dimension; word `skip`
+    counts as zero.
+    """
     if frame.numel() % 8:
         raise ValueError(f"a checksum needs whole words of 8 bytes, not {frame.numel()} bytes")
-    words = (frame if frame.data_ptr() % 8 == 0 and frame.storage_offset() % 8 == 0 else frame.clone()).view(torch.int64)
+    words = (frame if frame.data_ptr() % 8 == 0 and frame.storage_offset() % 8 == 0 else frame.clone()).view(
+        torch.int64
+    )
     places = torch.arange(words.numel(), device=frame.device)
     total = mixed(places, words).sum()
     if skip >= 0:  # exchanged afterwards, as in the loop
@@ -182,11 +232,13 @@ def mixed(places: Tensor, words: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gathered(flat: Flat, indices: np.ndarray, low: np.ndarray, high: np.ndarray) -> Tensor:
-    """Return part [low, high) of each of some tensors, end to end, as bits of what they are read as; one that is whole is a view.
+    """Return part [low, high) of each of some tensors, end to end, as bits of what they are read as; one that
+    is whole is a view.
 
     Args:
         flat: the tensors.
-        indices, low, high: which tensors, and parts that count from their own start; only the first and the last may be cut.
+        indices, low, high: which tensors, and parts that count from their own start; only the first and the
+            last may be cut.
     """
     parts = [flat.tensors[index] for index in indices.tolist()]
     sizes = np.diff(flat.starts)[indices]
@@ -197,12 +249,18 @@ def gathered(flat: Flat, indices: np.ndarray, low: np.ndarray, high: np.ndarray)
         kinds = [(own, flat.dtypes[index]) for (own, _), index in zip(kinds, indices.tolist(), strict=True)]
     bits = BITS[flat.width]
     if len(set(kinds)) <= 1:
-        return _joined(parts, kinds[0][1]).view(bits) if parts else torch.empty(0, dtype=bits, device=flat.device)
+        return (
+            _joined(parts, kinds[0][1]).view(bits)
+            if parts
+            else torch.empty(0, dtype=bits, device=flat.device)
+        )
     out = torch.empty(int((high - low).sum()), dtype=bits, device=parts[0].device)
     pieces = out.split((high - low).tolist())
     for places, (_, dtype) in _alike(kinds):
         joined = _joined([parts[place] for place in places], dtype).view(bits)
-        torch._foreach_copy_([pieces[place] for place in places], joined.split([len(pieces[place]) for place in places]))
+        torch._foreach_copy_(
+            [pieces[place] for place in places], joined.split([len(pieces[place]) for place in places])
+        )
     return out
 
 
@@ -240,8 +298,11 @@ def _assign(flat: Flat, indices: np.ndarray, bits: Tensor) -> None:
     flat.writes[indices] += 1
 
 
-def _put_together(flat: Flat, indices: np.ndarray, where: tuple[np.ndarray, np.ndarray], positions: Tensor, bits: Tensor) -> None:
-    """Write to several small tensors at once, through a copy of them: launching work for each would cost more.
+def _put_together(
+    flat: Flat, indices: np.ndarray, where: tuple[np.ndarray, np.ndarray], positions: Tensor, bits: Tensor
+) -> None:
+    """Write to several small tensors at once, through a copy of them: launching work for each would cost
+    more.
 
     Args:
         flat: the tensors.
@@ -262,7 +323,9 @@ def _put_together(flat: Flat, indices: np.ndarray, where: tuple[np.ndarray, np.n
 
 
 def _write_part(flat: Flat, index: int, low: int, bits: Tensor) -> None:
-    """Copy `bits` to elements [low, low + len(bits)), in row-major order, of tensor `index`, of any strides."""
+    """Copy `bits` to elements [low, low + len(bits)), in row-major order, of tensor `index`, of any
+    strides.
+    """
     view = _writable(flat, index)
     rows, at = _around(view, low, low + bits.numel())
     if rows.numel() != bits.numel():
@@ -275,7 +338,9 @@ def _write_part(flat: Flat, index: int, low: int, bits: Tensor) -> None:
 
 
 def _put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
-    """Write each bit pattern to its position (int64, in row-major order) of tensor `index`, of any strides."""
+    """Write each bit pattern to its position (int64, in row-major order) of tensor `index`, of any
+    strides.
+    """
     view = _writable(flat, index)
     with torch.inference_mode(view.is_inference()):
         if view.is_contiguous():
@@ -286,13 +351,17 @@ def _put_into(flat: Flat, index: int, positions: Tensor, bits: Tensor) -> None:
 
 
 def _writable(flat: Flat, index: int) -> Tensor:
-    """Return a view that moves the version counter of its tensor when written: one made in inference mode has its own."""
+    """Return a view that moves the version counter of its tensor when written: one made in inference mode has
+    its own.
+    """
     with torch.inference_mode(False):
         return flat.view(index)
 
 
 def _part(tensor: Tensor, low: int, high: int) -> Tensor:
-    """Return elements [low, high), in row-major order, of one tensor of any strides, contiguous: a view if the tensor is."""
+    """Return elements [low, high), in row-major order, of one tensor of any strides, contiguous: a view if
+    the tensor is.
+    """
     rows, at = _around(tensor.detach(), low, high)
     return rows.contiguous().view(-1)[at : at + high - low]
 
@@ -324,13 +393,19 @@ def _on(device: torch.device, numbers: np.ndarray) -> Tensor:
 
 
 def _live(flat: Flat, begin: int, end: int) -> Tensor:
-    """Return elements [begin, end) as one contiguous tensor of bits: a view if they lie in one contiguous tensor."""
+    """Return elements [begin, end) as one contiguous tensor of bits: a view if they lie in one contiguous
+    tensor.
+    """
     return gathered(flat, *flat.spans(begin, end))
 
 
 def _batches(places: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
     """Cut places into batches of about `_BATCH` elements."""
-    return np.split(places, np.flatnonzero(np.diff(np.cumsum(sizes[places]) // _BATCH)) + 1) if len(places) else []
+    return (
+        np.split(places, np.flatnonzero(np.diff(np.cumsum(sizes[places]) // _BATCH)) + 1)
+        if len(places)
+        else []
+    )
 
 
 def _blocks(length: int) -> int:
@@ -338,5 +413,7 @@ def _blocks(length: int) -> int:
 
 
 def _fold(words: Tensor) -> Tensor:
-    """Return x ^ (x >> 33), the shift being logical: torch shifts int64 with its sign, which the mask removes."""
+    """Return x ^ (x >> 33), the shift being logical: torch shifts int64 with its sign, which the mask
+    removes.
+    """
     return words ^ ((words >> 33) & 0x7FFFFFFF)

@@ -1,7 +1,8 @@
-"""The kernels of translation with plain torch ops, for tensors of any device; no host synchronisation but for a count.
+"""The kernels of translation with plain torch ops, for tensors of any device; no host synchronisation but for
+a count.
 
-Entries differ in their number of axes: the axes are gone through from the innermost outwards, and an entry that has none left sits out.
-The tables of an index map are copied to a device once.
+Entries differ in their number of axes: the axes are gone through from the innermost outwards, and an entry
+    that has none left sits out. The tables of an index map are copied to a device once.
 """
 
 from __future__ import annotations
@@ -53,18 +54,28 @@ def fetch(index_map: Tables, first: int, bits: Tensor, array: Tensor) -> None:
 
 
 def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Add the hashes of dense bits to the digests of a receiver's pieces; see `kernels.cpu_remap.digest`. Waits once more for the sums."""
-    positions, kept = translate(index_map, first, torch.arange(len(bits), dtype=torch.int32, device=bits.device), bits)
+    """Add the hashes of dense bits to the digests of a receiver's pieces; see `kernels.cpu_remap.digest`.
+    Waits once more for the sums.
+    """
+    positions, kept = translate(
+        index_map, first, torch.arange(len(bits), dtype=torch.int32, device=bits.device), bits
+    )
     bounds = torch.from_numpy(starts).to(bits.device, non_blocking=True)
     piece = torch.searchsorted(bounds, positions, right=True) - 1
     wide = kept.to(torch.int64)  # without the sign of narrower bits
     wide = wide if kept.element_size() == 8 else wide & ((1 << 8 * kept.element_size()) - 1)
     hashes = torch_ops.mixed(positions - bounds[piece], wide)
-    sums += torch.zeros(len(sums), dtype=torch.int64, device=bits.device).index_add_(0, piece, hashes).cpu().numpy()
+    sums += (
+        torch.zeros(len(sums), dtype=torch.int64, device=bits.device)
+        .index_add_(0, piece, hashes)
+        .cpu()
+        .numpy()
+    )
 
 
 class _DeviceTables:
-    """The tables of an index map on one device, with one more axis of length one that entries without axes can point to.
+    """The tables of an index map on one device, with one more axis of length one that entries without axes
+    can point to.
 
     Attributes:
         inner: [entries] innermost axis of each.
@@ -76,9 +87,14 @@ class _DeviceTables:
         def column(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        self.begin, self.end, self.shift, self.origin = map(column, (index_map.begin, index_map.end, index_map.shift, index_map.origin))
+        self.begin, self.end, self.shift, self.origin = map(
+            column, (index_map.begin, index_map.end, index_map.shift, index_map.origin)
+        )
         self.axes, self.inner = column(index_map.axes), column(index_map.axis + index_map.axes - 1)
-        self.extent, self.stride = column(np.append(index_map.extent, 1)), column(np.append(index_map.stride, 0))
+        self.extent, self.stride = (
+            column(np.append(index_map.extent, 1)),
+            column(np.append(index_map.stride, 0)),
+        )
         self.low, self.high, self.target = map(column, (index_map.low, index_map.high, index_map.target))
         self.depth, self.none = int(index_map.axes.max(initial=0)), len(index_map.extent)
         owner = np.repeat(np.arange(len(index_map.extent)), np.diff(index_map.segment))
@@ -86,8 +102,12 @@ class _DeviceTables:
         self._owner, self._keys = column(owner), column(owner * self._span + index_map.low)
 
     def look_up(self, axis: Tensor, coordinate: Tensor) -> tuple[Tensor, Tensor]:
-        """Find coordinates in the segments of their axes: whether there, and the coordinate in the receiver."""
-        segment = (torch.searchsorted(self._keys, axis * self._span + coordinate, right=True) - 1).clamp_(min=0)
+        """Find coordinates in the segments of their axes: whether there, and the coordinate in the
+        receiver.
+        """
+        segment = (torch.searchsorted(self._keys, axis * self._span + coordinate, right=True) - 1).clamp_(
+            min=0
+        )
         low, high = self.low[segment], self.high[segment]
         found = (self._owner[segment] == axis) & (coordinate >= low) & (coordinate < high)
         return found, coordinate - low + self.target[segment]

@@ -1,4 +1,5 @@
-"""What the loops of the codecs do with 64 elements at once, and with single bit patterns: intrinsics that numba cannot be told in Python.
+"""What the loops of the codecs do with 64 elements at once, and with single bit patterns: intrinsics that
+numba cannot be told in Python.
 
 LLVM makes of each what the processor has.
 """
@@ -14,13 +15,19 @@ from numba.extending import intrinsic
 
 __all__ = ["add_planes", "at_distance", "at_least", "bit_length", "distance", "plane", "to_distances"]
 
-_BITS, _INT, _BYTE = ir.VectorType(ir.IntType(1), 64), ir.VectorType(ir.IntType(32), 64), ir.VectorType(ir.IntType(8), 64)
+_BITS, _INT, _BYTE = (
+    ir.VectorType(ir.IntType(1), 64),
+    ir.VectorType(ir.IntType(32), 64),
+    ir.VectorType(ir.IntType(8), 64),
+)
 
 
 def _splat(builder: Any, value: Any, kind: Any) -> Any:
     """Return a vector of 64 equal elements."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
+    return builder.shuffle_vector(
+        one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
+    )
 
 
 def _pointer(builder: Any, address: Any, kind: Any) -> Any:
@@ -59,8 +66,12 @@ def add_planes(_typing: Any, address: Any, shift: Any, planes: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         none, total = ir.Constant(_BYTE, [0] * 64), ir.Constant(_BYTE, [0] * 64)
         for bit, word in enumerate(cgutils.unpack_tuple(builder, args[2])):
-            total = builder.or_(total, builder.select(builder.bitcast(word, _BITS), ir.Constant(_BYTE, [1 << bit] * 64), none))
-        wide = builder.shl(builder.zext(total, _INT), _splat(builder, builder.trunc(args[1], ir.IntType(32)), _INT))
+            total = builder.or_(
+                total, builder.select(builder.bitcast(word, _BITS), ir.Constant(_BYTE, [1 << bit] * 64), none)
+            )
+        wide = builder.shl(
+            builder.zext(total, _INT), _splat(builder, builder.trunc(args[1], ir.IntType(32)), _INT)
+        )
         into = _pointer(builder, args[0], _INT)
         builder.store(builder.or_(builder.load(into, align=4), wide), into, align=4)
 
@@ -69,7 +80,9 @@ def add_planes(_typing: Any, address: Any, shift: Any, planes: Any) -> Any:
 
 @intrinsic
 def to_distances(_typing: Any, address: Any, negative: Any) -> Any:
-    """Turn 64 magnitudes, counted from 0 on, into distances: m + 1, or -(m + 1) where a bit of `negative` is set."""
+    """Turn 64 magnitudes, counted from 0 on, into distances: m + 1, or -(m + 1) where a bit of `negative` is
+    set.
+    """
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         into = _pointer(builder, args[0], _INT)
@@ -92,7 +105,9 @@ def bit_length(_typing: Any, word: Any) -> Any:
 
 
 def _in_order(builder: Any, bits: Any) -> Any:
-    """Return where a bit pattern is in the order, or the reverse: b ^ ((b >> (w - 1)) & most), which is its own inverse."""
+    """Return where a bit pattern is in the order, or the reverse: b ^ ((b >> (w - 1)) & most), which is its
+    own inverse.
+    """
     kind = bits.type
     sign = builder.ashr(bits, ir.Constant(kind, kind.width - 1))
     return builder.xor(bits, builder.and_(sign, ir.Constant(kind, (1 << (kind.width - 1)) - 1)))

@@ -1,7 +1,8 @@
 """Compiling the CPU kernels before they are needed, or loading what was compiled.
 
-Processes of one user on one machine that share a cache share the work: each takes a job that nobody else is at, and what others have
-compiled it loads from numba's cache on disk. So the ranks of one machine do on several cores what one alone would do on one.
+Processes of one user on one machine that share a cache share the work: each takes a job that nobody else is
+    at, and what others have compiled it loads from numba's cache on disk. So the ranks of one machine do on
+    several cores what one alone would do on one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _JOBS: Final = ("cpu_codecs.warm", "cpu_codecs.warm_patch", "cpu.warm", "cpu_rem
 """Functions that take widths, the dearest first."""
 
 _PATIENCE: Final = 60.0
-"""Seconds after which a process takes jobs that others are at: to compile twice is better than to wait for ever."""
+"""Seconds after which a process takes jobs that others are at: to compile twice is better than to wait for
+ever.
+"""
 
 _LOADING: Final = 2.0
 """Seconds after which another process that is at a job compiles, and does not just load."""
@@ -38,7 +41,8 @@ _warm: set[int] = set()
 
 
 def warm(widths: Iterable[int], say: Callable[[], None] | None = None) -> None:
-    """Compile the CPU kernels for elements of these widths (bytes: 1, 2, 4, 8), or load them from numba's cache on disk.
+    """Compile the CPU kernels for elements of these widths (bytes: 1, 2, 4, 8), or load them from numba's
+    cache on disk.
 
     Without it the first sync pays: seconds where nothing is cached, a fraction of one where it is.
 
@@ -85,7 +89,10 @@ class _Notice(event.Listener):
         if not self._is_given:
             self._is_given = True
             widths = ", ".join(map(str, self._widths))
-            what = "compiling kernels for elements of %s bytes, once per machine and version: this takes 10 to 45 s"
+            what = (
+                "compiling kernels for elements of %s bytes, once per machine and "
+                "version: this takes 10 to 45 s"
+            )
             _log.info(what, widths)
             if self._say is not None:
                 self._say()
@@ -93,7 +100,10 @@ class _Notice(event.Listener):
 
 @contextmanager
 def _turn(job: str) -> Iterator[bool]:
-    """Tell whether no other process is at a job, and keep others off it. Where there can be no lock there are no turns."""
+    """Tell whether no other process is at a job, and keep others off it.
+
+    Where there can be no lock there are no turns.
+    """
     cache = blake2b(f"{config.CACHE_DIR}:{Path(__file__).parent}".encode(), digest_size=4).hexdigest()
     path = Path(gettempdir()) / f"dte_dist-{os.getuid()}-{cache}-{job}.lock"
     try:

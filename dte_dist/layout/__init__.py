@@ -1,7 +1,7 @@
 """Where everything lies: which part of which tensor each rank holds, and the tensors that hold it.
 
-`Layout` is what one rank holds. Its `Manifest` is what other ranks must know of it; with a rank's coordinates it gives
-the `Block` of every slot on that rank. Nothing here communicates.
+`Layout` is what one rank holds. Its `Manifest` is what other ranks must know of it; with a rank's coordinates
+it gives the `Block` of every slot on that rank. Nothing here communicates.
 """
 
 from dte_dist.layout.blocks import Block, Cut, Run, Runs, chunk_bounds, cut_block

@@ -1,12 +1,12 @@
 """Blocks: which part of a tensor one rank holds, as plain numbers.
 
-Every DTensor placement cuts one dimension of a tensor, so what a rank holds is always a product of one index list
-per dimension, and each list is a few runs of consecutive indices. A `Block` is that product. Its elements, laid out
-row-major, have strictly increasing flat positions in the full tensor, which is why one sorted list of positions in
-the block is all that has to travel.
+Every DTensor placement cuts one dimension of a tensor, so what a rank holds is always a product of one index
+list per dimension, and each list is a few runs of consecutive indices. A `Block` is that product. Its
+elements, laid out row-major, have strictly increasing flat positions in the full tensor, which is why one
+sorted list of positions in the block is all that has to travel.
 
-A `Cut` says how a mesh dimension divides a tensor dimension. Cuts are applied one after another, each to what the
-ones before it left, exactly as `torch.chunk` would be. Nothing here knows torch.
+A `Cut` says how a mesh dimension divides a tensor dimension. Cuts are applied one after another, each to what
+the ones before it left, exactly as `torch.chunk` would be. Nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from math import prod
 import numpy as np
 
 __all__ = [
-    "Block", "Cut", "Run", "Runs", "chunk_bounds", "cut_block", "cut_runs", "range_blocks", "row_major",
-]  # fmt: skip
+    "Block",
+    "Cut",
+    "Run",
+    "Runs",
+    "chunk_bounds",
+    "cut_block",
+    "cut_runs",
+    "range_blocks",
+    "row_major",
+]
 
 Run = tuple[int, int]
 """Consecutive indices along one dimension: (start, length)."""
@@ -34,7 +42,8 @@ class Block:
     """Hold the part of a tensor that one rank has: the product of one list of runs per dimension.
 
     Args:
-        runs: per dimension a sorted tuple of (start, length), merged and without empty runs; `()` for a 0-dim tensor.
+        runs: per dimension a sorted tuple of (start, length), merged and without empty runs; `()` for a 0-dim
+            tensor.
 
     Attributes:
         shape: shape of the local tensor.
@@ -71,7 +80,9 @@ class Block:
             >>> Block.rectangle((2, 0), (3, 4)).runs
             (((2, 3),), ((0, 4),))
         """
-        return cls(tuple(((start, length),) if length else () for start, length in zip(offsets, shape, strict=True)))
+        return cls(
+            tuple(((start, length),) if length else () for start, length in zip(offsets, shape, strict=True))
+        )
 
     def part(self, local: Block) -> Block:
         """Return the part of this block that is `local` of it, its own elements being a tensor of `shape`.
@@ -95,7 +106,8 @@ class Block:
         return all(_runs_meet(mine, theirs) for mine, theirs in zip(self.runs, other.runs, strict=True))
 
     def global_indices(self, full_shape: Sequence[int]) -> np.ndarray:
-        """Return int64[numel]: the flat position in the full tensor of each element, in row-major order of the block.
+        """Return int64[numel]: the flat position in the full tensor of each element, in row-major order of
+        the block.
 
         Meant for tests and verification: it is as large as the block.
 
@@ -121,8 +133,9 @@ class Cut:
     Args:
         dim: dimension of the tensor.
         mesh_dim: dimension of the mesh.
-        split_factor: 1 for a plain chunk per coordinate. A larger one first divides the dimension into this many
-            equal pieces and then takes the coordinate's chunk of every piece (what `_StridedShard` says literally).
+        split_factor: 1 for a plain chunk per coordinate. A larger one first divides the dimension into this
+            many equal pieces and then takes the coordinate's chunk of every piece (what `_StridedShard` says
+            literally).
     """
 
     dim: int
@@ -131,7 +144,8 @@ class Cut:
 
 
 def chunk_bounds(size: int, parts: int) -> tuple[Run, ...]:
-    """Return (start, length) of each of `parts` chunks of `size` elements, as `torch.chunk` with empty chunks at the end.
+    """Return (start, length) of each of `parts` chunks of `size` elements, as `torch.chunk` with empty chunks
+    at the end.
 
     Example:
         >>> chunk_bounds(5, 4)
@@ -156,7 +170,9 @@ def cut_runs(runs: Runs, parts: int, index: int, split_factor: int = 1) -> Runs:
     return _merged(kept)
 
 
-def cut_block(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]) -> Block:
+def cut_block(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]
+) -> Block:
     """Return the block that the rank at `coordinate` of a mesh holds after `cuts`, applied in order.
 
     Raises:
@@ -166,13 +182,20 @@ def cut_block(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Seque
         >>> cut_block((7, 3), (2, 2), (0, 1), [Cut(0, 0), Cut(0, 1)]).runs
         (((2, 2),), ((0, 3),))
     """
-    if len(coordinate) != len(mesh_shape) or not all(0 <= c < n for c, n in zip(coordinate, mesh_shape, strict=True)):
+    if len(coordinate) != len(mesh_shape) or not all(
+        0 <= c < n for c, n in zip(coordinate, mesh_shape, strict=True)
+    ):
         raise ValueError(f"{tuple(coordinate)} is no coordinate of a mesh of shape {tuple(mesh_shape)}")
     runs: list[Runs] = [((0, size),) if size else () for size in shape]
     for cut in cuts:
         if not (0 <= cut.dim < len(runs) and 0 <= cut.mesh_dim < len(mesh_shape)):
-            raise ValueError(f"{cut} names a dimension that a tensor {tuple(shape)} on a mesh {tuple(mesh_shape)} does not have")
-        runs[cut.dim] = cut_runs(runs[cut.dim], mesh_shape[cut.mesh_dim], coordinate[cut.mesh_dim], cut.split_factor)
+            raise ValueError(
+                f"{cut} names a dimension that a tensor {tuple(shape)} on a mesh "
+                f"{tuple(mesh_shape)} does not have"
+            )
+        runs[cut.dim] = cut_runs(
+            runs[cut.dim], mesh_shape[cut.mesh_dim], coordinate[cut.mesh_dim], cut.split_factor
+        )
     return Block(tuple(runs))
 
 
@@ -249,7 +272,9 @@ def _merged(runs: Sequence[Run]) -> Runs:
 
 
 def _check_runs(runs: Runs) -> None:
-    if any(start < 0 or length < 1 for start, length in runs) or any(sum(a) >= b[0] for a, b in pairwise(runs)):
+    if any(start < 0 or length < 1 for start, length in runs) or any(
+        sum(a) >= b[0] for a, b in pairwise(runs)
+    ):
         raise ValueError(f"runs must be sorted, apart from each other and not empty, not {runs}")
 
 
@@ -258,4 +283,6 @@ def _runs_meet(mine: Runs, theirs: Runs) -> bool:
 
 
 def _indices(runs: Runs) -> np.ndarray:
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(start, start + length, dtype=np.int64) for start, length in runs)])
+    return np.concatenate(
+        [np.zeros(0, np.int64), *(np.arange(start, start + length, dtype=np.int64) for start, length in runs)]
+    )

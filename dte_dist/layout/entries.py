@@ -1,8 +1,9 @@
 """From tensors to entries: what a local tensor is part of, and whether it can be synchronised at all.
 
-Three things may say where a tensor lies: its own DTensor spec, a `ShardSpec`, or a `Region` that the user stated;
-a plain tensor without either is whole. The derived shape is compared with that of the local tensor, so that a
-placement that does not describe its tensor is refused instead of sending the wrong elements.
+Three things may say where a tensor lies: its own DTensor spec, a `ShardSpec`, or a `Region` that the user
+    stated; a plain tensor without either is whole. The derived shape is compared with that of the local
+    tensor, so that a placement that does not describe its tensor is refused instead of sending the wrong
+    elements.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class EntryBuilder:
     def __init__(self) -> None:
         self.meshes: list[MeshSpec] = []
         self.coordinates: list[tuple[int, ...] | None] = []
-        self._numbers: dict[int, tuple[int, DeviceMesh]] = {}  # by id: the mesh is held so that its id stays its own
+        self._numbers: dict[
+            int, tuple[int, DeviceMesh]
+        ] = {}  # by id: the mesh is held so that its id stays its own
         self._places: dict[Any, _Place] = {}
 
     def entry(self, name: str, tensor: Any, given: ShardSpec | Region | None = None) -> Entry:
@@ -66,38 +69,54 @@ class EntryBuilder:
             given: where a plain tensor lies; None for what the tensor itself says.
 
         Raises:
-            LayoutMismatch: the tensor cannot be synchronised, or its shape does not follow from its placement; names the slot.
+            LayoutMismatch: the tensor cannot be synchronised, or its shape does not follow from its
+                placement; names the slot.
             ValueError: it is no tensor.
         """
         shape, place, local = self._located(name, tensor, given)
         _refuse_unusable(name, local)
         if local.shape != place.local_shape and (local.numel() or 0 not in place.local_shape):
             raise LayoutMismatch(
-                "the local tensor has another shape than its placement gives it", tensor=name, expected=place.local_shape,
-                got=tuple(local.shape), hint="build the DTensor with distribute_tensor, or state its region with Layout.from_views",
-            )  # fmt: skip
+                "the local tensor has another shape than its placement gives it",
+                tensor=name,
+                expected=place.local_shape,
+                got=tuple(local.shape),
+                hint="build the DTensor with distribute_tensor, or state its region with Layout.from_views",
+            )
         if local.dtype is torch.complex128:
             return _as_pairs(name, shape, place.placement)
         return Entry(name, shape, dtype_name(name, local.dtype), place.placement)
 
-    def _located(self, name: str, tensor: Any, given: ShardSpec | Region | None) -> tuple[tuple[int, ...], _Place, Tensor]:
+    def _located(
+        self, name: str, tensor: Any, given: ShardSpec | Region | None
+    ) -> tuple[tuple[int, ...], _Place, Tensor]:
         """Return the full shape, the place and the local tensor."""
         if isinstance(tensor, FlatView):
             tensor = tensor.now()
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
         if is_lazy(tensor):
-            raise LayoutMismatch("the parameter has no shape yet", tensor=name, hint="run one forward of the lazy module first")
+            raise LayoutMismatch(
+                "the parameter has no shape yet", tensor=name, hint="run one forward of the lazy module first"
+            )
         if isinstance(given, Region):
             number = None if given.mesh is None else self.number_of(given.mesh)
             place = _Place(Placement(number, block=given.block), given.block.shape)
             return given.full_shape, place, wait_collective(tensor)
         if isinstance(given, ShardSpec):
-            return given.full_shape, self._place(name, given.full_shape, given.mesh, given.placements), wait_collective(tensor)
+            return (
+                given.full_shape,
+                self._place(name, given.full_shape, given.mesh, given.placements),
+                wait_collective(tensor),
+            )
         if isinstance(tensor, DTensor):
             spec, shape = tensor._spec, tuple(tensor.shape)
             order, decode = order_of(spec)
-            return shape, self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode), wait_collective(tensor._local_tensor)
+            return (
+                shape,
+                self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode),
+                wait_collective(tensor._local_tensor),
+            )
         shape = tuple(tensor.shape)
         return shape, self._place(name, shape, None, ()), wait_collective(tensor)
 
@@ -114,10 +133,16 @@ class EntryBuilder:
         key = (id(mesh), shape, placements, order, decode)
         place = self._places.get(key)
         if place is None:
-            place = self._places[key] = _Place(WHOLE, shape) if mesh is None else self._cut(name, shape, mesh, placements, order, decode)
+            place = self._places[key] = (
+                _Place(WHOLE, shape)
+                if mesh is None
+                else self._cut(name, shape, mesh, placements, order, decode)
+            )
         return place
 
-    def _cut(self, name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any], *rules: Any) -> _Place:
+    def _cut(
+        self, name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Any], *rules: Any
+    ) -> _Place:
         """Decode a placement on a mesh; `rules` are order and decode of `cuts_of`."""
         number = self.number_of(mesh)
         spec, coordinate = self.meshes[number], self.coordinates[number]
@@ -148,18 +173,38 @@ def _refuse_unusable(name: str, local: Tensor) -> None:
     """Refuse a local tensor whose bits are not there, or not its own."""
     if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__ or local.layout is not torch.strided:
         kind = f"{type(local).__name__} of layout {local.layout}"
-        raise LayoutMismatch(f"a {kind} is not one array of elements", tensor=name, hint="give the tensors inside it under names of their own")
+        raise LayoutMismatch(
+            f"a {kind} is not one array of elements",
+            tensor=name,
+            hint="give the tensors inside it under names of their own",
+        )
     if local.device.type == "meta":
-        raise LayoutMismatch("a tensor on the meta device has no data", tensor=name, hint="materialise the module first with to_empty(...)")
+        raise LayoutMismatch(
+            "a tensor on the meta device has no data",
+            tensor=name,
+            hint="materialise the module first with to_empty(...)",
+        )
     if local.is_conj() or local.is_neg():
         hint = "call resolve_conj() and resolve_neg()"
-        raise LayoutMismatch("the bits of a lazy conjugate or negative are not its values", tensor=name, hint=hint)
+        raise LayoutMismatch(
+            "the bits of a lazy conjugate or negative are not its values", tensor=name, hint=hint
+        )
     if not local.numel():
         return
     if not local.data_ptr():
-        raise LayoutMismatch("the storage of the tensor has been freed", tensor=name, hint="take it from its module after reshard()")
-    if 0 in (steps := local.stride()) and any(step == 0 and size > 1 for step, size in zip(steps, local.shape, strict=True)):
-        raise LayoutMismatch("elements of an expanded tensor share memory", tensor=name, hint="make it an array of its own with contiguous()")
+        raise LayoutMismatch(
+            "the storage of the tensor has been freed",
+            tensor=name,
+            hint="take it from its module after reshard()",
+        )
+    if 0 in (steps := local.stride()) and any(
+        step == 0 and size > 1 for step, size in zip(steps, local.shape, strict=True)
+    ):
+        raise LayoutMismatch(
+            "elements of an expanded tensor share memory",
+            tensor=name,
+            hint="make it an array of its own with contiguous()",
+        )
 
 
 def _as_pairs(name: str, shape: tuple[int, ...], placement: Placement) -> Entry:

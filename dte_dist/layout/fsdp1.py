@@ -33,10 +33,24 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from dte_dist.errors import LayoutMismatch
 
 __all__ = [
-    "FLAT_PARAMETER", "Original", "device_mesh", "flat_parameter", "has_moved", "is_cloned", "is_flattened",
-    "is_in_use", "is_placed", "is_unit", "is_wrapper", "mesh_ranks", "originals", "registered",
-    "replica_ranks", "reshard", "twins",
-]  # fmt: skip
+    "FLAT_PARAMETER",
+    "Original",
+    "device_mesh",
+    "flat_parameter",
+    "has_moved",
+    "is_cloned",
+    "is_flattened",
+    "is_in_use",
+    "is_placed",
+    "is_unit",
+    "is_wrapper",
+    "mesh_ranks",
+    "originals",
+    "registered",
+    "replica_ranks",
+    "reshard",
+    "twins",
+]
 
 FLAT_PARAMETER: Final = "_flat_param"
 """Key under which a wrapped module registers the FlatParameter of its unit (use_orig_params=False)."""

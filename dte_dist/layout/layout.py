@@ -1,8 +1,8 @@
 """Layouts: what one rank holds of a model, and the tensors that hold it right now.
 
-A layout is built once, when a channel opens, and read at every sync. Between syncs a module may move, be resharded or
-get other parameters, so `tensors` resolves them anew each time; what changed since the last reading is described
-again and must still be what the manifest, which all ranks rely on, says it is.
+A layout is built once, when a channel opens, and read at every sync. Between syncs a module may move, be
+resharded or get other parameters, so `tensors` resolves them anew each time; what changed since the last
+reading is described again and must still be what the manifest, which all ranks rely on, says it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from dte_dist.layout.entries import EntryBuilder, wait_collective
 from dte_dist.layout.flattened import FlatUnit, FlatView, beside
 from dte_dist.layout.manifest import Manifest
 from dte_dist.layout.modules import ModuleTree, is_trained
-from dte_dist.layout.names import NameRule, Rename, Select, canonical_name, refuse_duplicates, refuse_unencodable
+from dte_dist.layout.names import (
+    NameRule,
+    Rename,
+    Select,
+    canonical_name,
+    refuse_duplicates,
+    refuse_unencodable,
+)
 from dte_dist.layout.placements import Entry
 from dte_dist.layout.sharding import ShardSpec
 from dte_dist.layout.tensor_refs import TensorRef, refs_of_shards, refs_of_tensors, refs_of_views
@@ -69,7 +76,10 @@ class Layout:
                 self._describer.number_of(mesh)
         self._objects = self._resolve()
         self._beside = beside(self._objects) if self._units else {}
-        entries = [self._describer.entry(ref.name, found, ref.declared) for ref, found in zip(self._spots, self._objects, strict=True)]
+        entries = [
+            self._describer.entry(ref.name, found, ref.declared)
+            for ref, found in zip(self._spots, self._objects, strict=True)
+        ]
         local = _locals(self._objects)
         read = LiveTensors.of(local)
         self._before = read.forget()
@@ -96,7 +106,8 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be written as UTF-8.
+            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be
+                written as UTF-8.
 
         Example:
             >>> dte_dist.Layout.from_module(torch.nn.Linear(3, 2), select=["w*"], rename="head.{}".format).manifest.entries[0].name
@@ -110,7 +121,11 @@ class Layout:
 
     @classmethod
     def from_tensors(
-        cls, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, select: Select = None, rename: Rename = None
+        cls,
+        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        select: Select = None,
+        rename: Rename = None,
     ) -> Layout:
         """Describe plain tensors (held whole), DTensors and ShardedTensors by what they say of themselves.
 
@@ -122,7 +137,8 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be written as UTF-8.
+            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be
+                written as UTF-8.
 
         Example:
             >>> dte_dist.Layout.from_tensors({"w": torch.zeros(2, 3)}).manifest.entries[0].shape
@@ -154,14 +170,17 @@ class Layout:
         return cls(refs_of_shards(shards), partial=partial)
 
     @classmethod
-    def from_views(cls, views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]], *, partial: bool = False) -> Layout:
+    def from_views(
+        cls, views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]], *, partial: bool = False
+    ) -> Layout:
         """Describe named regions of local tensors, such as the parts of a fused projection.
 
         The views must stay valid: they are read and written for as long as the layout lives.
 
         Args:
             views: (name, local_view, full_shape, offsets) of each: the view, contiguous or not, holds the
-                hyper-rectangle of slot `name` that starts at `offsets`. A name may come again with another region.
+                hyper-rectangle of slot `name` that starts at `offsets`. A name may come again with another
+                region.
             partial: a receiver asks for these tensors only, though the model has more.
 
         Raises:
@@ -179,13 +198,13 @@ class Layout:
     def tensors(self) -> list[Tensor]:
         """Return the local tensors as they are now, in the order of the manifest's entries.
 
-        Each has the shape of its block; a tensor of no elements may have any shape without elements, and one that is seen in another
-        shape where it lies is still the same array. complex128 comes as pairs of float64. The tensors may require grad: read and
-        write them under `no_grad`.
+        Each has the shape of its block; a tensor of no elements may have any shape without elements, and one
+        that is seen in another shape where it lies is still the same array. complex128 comes as pairs of
+        float64. The tensors may require grad: read and write them under `no_grad`.
 
         Raises:
-            LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or ties; names the slot. Or the
-                tensors are on several accelerators.
+            LayoutMismatch: a tensor no longer fits its entry, by shape, dtype, placement, device type or
+                ties; names the slot. Or the tensors are on several accelerators.
 
         Example:
             >>> layer = torch.nn.Linear(3, 2)
@@ -206,7 +225,9 @@ class Layout:
         if self._follow is not None:
             self._follow_module(self._follow)
         objects = self._resolve()
-        replaced = [] if all(map(is_, objects, self._objects)) else _differing(map(is_not, objects, self._objects))
+        replaced = (
+            [] if all(map(is_, objects, self._objects)) else _differing(map(is_not, objects, self._objects))
+        )
         for index in replaced:
             self._check(index, objects[index])
         read = LiveTensors.of(objects, _locals)
@@ -317,28 +338,38 @@ class Layout:
             return [container[key] for container, key in self._homes]
         except KeyError:
             gone = next(ref for ref in self._spots if ref.key not in ref.container)
-            raise LayoutMismatch("the module no longer has this tensor", tensor=gone.name, hint=_REOPEN) from None
+            raise LayoutMismatch(
+                "the module no longer has this tensor", tensor=gone.name, hint=_REOPEN
+            ) from None
 
     def _check(self, index: int, found: Any) -> None:
         """Describe a tensor again and compare it with its entry."""
         ref, expected = self._spots[index], self.manifest.entries[index]
         if not isinstance(found, Tensor | FlatView):
-            raise LayoutMismatch("the module no longer has this tensor", tensor=ref.name, got=found, hint=_REOPEN)
+            raise LayoutMismatch(
+                "the module no longer has this tensor", tensor=ref.name, got=found, hint=_REOPEN
+            )
         entry = self._describer.entry(ref.name, found, ref.declared)
         _refuse_difference(expected, entry)
         device = _locals([found])[0].device.type
         if device != self._device_types[index]:
             what = "the tensor moved to another kind of device"
-            raise LayoutMismatch(what, tensor=ref.name, expected=self._device_types[index], got=device, hint=_REOPEN)
+            raise LayoutMismatch(
+                what, tensor=ref.name, expected=self._device_types[index], got=device, hint=_REOPEN
+            )
 
     def _check_ties(self, objects: Sequence[Any], local: Sequence[Tensor]) -> None:
         ties = Manifest.build((), (), _ties(self.manifest.entries, objects, local)).ties
         if ties != self.manifest.ties:
-            raise LayoutMismatch("other tensors share storage than before", expected=self.manifest.ties, got=ties, hint=_REOPEN)
+            raise LayoutMismatch(
+                "other tensors share storage than before", expected=self.manifest.ties, got=ties, hint=_REOPEN
+            )
 
 
 class _ModuleWatcher:
-    """Find the tensors of a module by the names that a rule gives them, and notice when the module changed."""
+    """Find the tensors of a module by the names that a rule gives them, and notice when the module
+    changed.
+    """
 
     __slots__ = ("_rule", "_tree")
 
@@ -353,7 +384,9 @@ class _ModuleWatcher:
         for slot, found in named:
             for key in found.keys:
                 view = found.container[key]
-                yield TensorRef(slot, found.container, key, view.region if isinstance(view, FlatView) else None)
+                yield TensorRef(
+                    slot, found.container, key, view.region if isinstance(view, FlatView) else None
+                )
 
     @property
     def units(self) -> Sequence[FlatUnit]:
@@ -429,12 +462,16 @@ def _ties(entries: Sequence[Entry], objects: Sequence[Any], local: Sequence[Tens
         for name in names:
             if regions[name] != count:
                 what = f"{' and '.join(names)} share the memory of some regions and not of others"
-                raise LayoutMismatch(what, tensor=name, hint="let them share all of their memory, or none of it")
+                raise LayoutMismatch(
+                    what, tensor=name, hint="let them share all of their memory, or none of it"
+                )
     return list(groups)
 
 
 def _memory(found: Any, tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells memory apart: address and strides, or for a tensor of no elements its object or its padding."""
+    """Return what tells memory apart: address and strides, or for a tensor of no elements its object or its
+    padding.
+    """
     if tensor.numel():
         return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
     padding = tensor.untyped_storage().data_ptr() if isinstance(found, DTensor) else 0
@@ -445,7 +482,13 @@ def _refuse_difference(expected: Entry, got: Entry) -> None:
     for what in ("shape", "dtype", "placement"):
         before, now = getattr(expected, what), getattr(got, what)
         if before != now:
-            raise LayoutMismatch(f"the tensor has another {what} than before", tensor=expected.name, expected=before, got=now, hint=_REOPEN)
+            raise LayoutMismatch(
+                f"the tensor has another {what} than before",
+                tensor=expected.name,
+                expected=before,
+                got=now,
+                hint=_REOPEN,
+            )
 
 
 def _raise_changed(before: Manifest, now: Manifest) -> None:
@@ -455,4 +498,6 @@ def _raise_changed(before: Manifest, now: Manifest) -> None:
         raise LayoutMismatch("a tensor of the module came or went", tensor=name, hint=_REOPEN)
     for name, entry in mine.items():
         _refuse_difference(entry, theirs[name])
-    raise LayoutMismatch("the meshes or tied tensors of the module changed", expected=before.ties, got=now.ties, hint=_REOPEN)
+    raise LayoutMismatch(
+        "the meshes or tied tensors of the module changed", expected=before.ties, got=now.ties, hint=_REOPEN
+    )

@@ -1,8 +1,9 @@
 """Manifests: the part of a layout that other ranks need.
 
-A manifest lists slots and placements, not ranks, so ranks that are placed alike have equal manifests, byte for byte,
-and one copy serves them all. Together with a rank's own coordinates on the meshes it gives the block of every slot
-on that rank. A model has thousands of slots but few geometries, hence blocks are computed once per geometry.
+A manifest lists slots and placements, not ranks, so ranks that are placed alike have equal manifests, byte
+for byte, and one copy serves them all. Together with a rank's own coordinates on the meshes it gives the
+block of every slot on that rank. A model has thousands of slots but few geometries, hence blocks are computed
+once per geometry.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ class Manifest:
     _blocks: dict[Any, Block] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     @classmethod
-    def build(cls, entries: Iterable[Entry], meshes: Iterable[MeshSpec] = (), ties: Iterable[Iterable[str]] = ()) -> Manifest:
+    def build(
+        cls, entries: Iterable[Entry], meshes: Iterable[MeshSpec] = (), ties: Iterable[Iterable[str]] = ()
+    ) -> Manifest:
         """Return the manifest with entries and ties in canonical order."""
         groups = sorted(tuple(sorted(group)) for group in ties)
         return cls(tuple(sorted(entries, key=lambda entry: entry.order)), tuple(meshes), tuple(groups))
 
     def block(self, entry: int | Entry, coordinates: Coordinates) -> Block | None:
-        """Return the block of an entry on the rank with these coordinates; None if the rank is not in its mesh.
+        """Return the block of an entry on the rank with these coordinates; None if the rank is not in its
+        mesh.
 
         Raises:
             LayoutMismatch: the coordinates do not belong to the meshes of this manifest.
@@ -60,16 +64,27 @@ class Manifest:
         if placement.mesh is None:
             return self._cached(entry, (), ())
         if len(coordinates) != len(self.meshes):
-            raise LayoutMismatch("a rank needs one coordinate per mesh", tensor=entry.name, expected=len(self.meshes), got=len(coordinates))
+            raise LayoutMismatch(
+                "a rank needs one coordinate per mesh",
+                tensor=entry.name,
+                expected=len(self.meshes),
+                got=len(coordinates),
+            )
         coordinate = coordinates[placement.mesh]
-        return None if coordinate is None else self._cached(entry, self.meshes[placement.mesh].shape, tuple(coordinate))
+        return (
+            None
+            if coordinate is None
+            else self._cached(entry, self.meshes[placement.mesh].shape, tuple(coordinate))
+        )
 
     def _cached(self, entry: Entry, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Block:
         key = (entry.shape, entry.placement, coordinate)
         block = self._blocks.get(key)
         if block is None:
             try:
-                block = self._blocks[key] = cut_block(entry.shape, mesh_shape, coordinate, entry.placement.cuts)
+                block = self._blocks[key] = cut_block(
+                    entry.shape, mesh_shape, coordinate, entry.placement.cuts
+                )
             except ValueError as error:
                 raise LayoutMismatch(str(error), tensor=entry.name) from error
         return block

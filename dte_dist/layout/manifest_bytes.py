@@ -7,7 +7,8 @@ Names and geometries are kept apart, because thousands of slots share a few doze
      "geometries": [[shape, dtype, mesh or null, cuts, runs or null], ...],    in order of first use
      "meshes": [[shape, ranks], ...], "ties": [[name, ...], ...]}
 
-The digest is taken of the text, not of the deflated bytes, which may differ between builds of zlib. Whatever is
+The digest is taken of the text, not of the deflated bytes, which may differ between builds of zlib. Whatever
+is
 read is checked before it is believed: types, ranges, indices and the order of entries.
 """
 
@@ -41,7 +42,9 @@ _MAX_BYTES: Final = 1 << 62
 def canonical_text(entries: Entries, meshes: Meshes, ties: Ties) -> bytes:
     """Return the JSON text of a manifest, the same for equal manifests."""
     numbers: dict[Any, int] = {}
-    kinds = [numbers.setdefault((entry.shape, entry.dtype, entry.placement), len(numbers)) for entry in entries]
+    kinds = [
+        numbers.setdefault((entry.shape, entry.dtype, entry.placement), len(numbers)) for entry in entries
+    ]
     document = {
         "format": _FORMAT,
         "names": [entry.name for entry in entries],
@@ -162,7 +165,11 @@ def _check_order(entries: Entries) -> None:
         if before.name < after.name:
             continue
         regions = before.placement.is_explicit and after.placement.is_explicit
-        if before.order >= after.order or not regions or (before.shape, before.dtype) != (after.shape, after.dtype):
+        if (
+            before.order >= after.order
+            or not regions
+            or (before.shape, before.dtype) != (after.shape, after.dtype)
+        ):
             raise ValueError(f"entry {after.name!r} is out of order or there twice")
 
 

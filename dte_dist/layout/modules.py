@@ -1,13 +1,14 @@
 """Walking a module: which tensors it has, by canonical name, and whether it is still the same module.
 
-A parameter is found through the dict of the submodule that owns it: such a dict refers to no module, so it keeps none
-alive, and one list comprehension over them reads 20,000 parameters in about a millisecond. Submodules themselves are
-only held weakly, because the hooks of FSDP2 lead from a submodule back to the root.
+A parameter is found through the dict of the submodule that owns it: such a dict refers to no module, so it
+    keeps none alive, and one list comprehension over them reads 20,000 parameters in about a millisecond.
+    Submodules themselves are only held weakly, because the hooks of FSDP2 lead from a submodule back to the
+    root.
 
-`fully_shard` swaps what is registered there: only after `reshard` is it the sharded parameter that training updates.
-What else is registered in between is a copy, and writing to it would be lost. What the older
-FullyShardedDataParallel (FSDP1) registers is not looked at: its units say what they hold
-(`layout.flattened`).
+`fully_shard` swaps what is registered there: only after `reshard` is it the sharded parameter that training
+    updates. What else is registered in between is a copy, and writing to it would be lost. What the older
+    FullyShardedDataParallel (FSDP1) registers is not looked at: its units say what they hold
+    (`layout.flattened`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ class _Branch:
 
     def is_intact(self) -> bool:
         module = self.module()
-        return module is not None and tuple(module._modules) == self.keys and all(map(is_, _owners(module), self.owners))
+        return (
+            module is not None
+            and tuple(module._modules) == self.keys
+            and all(map(is_, _owners(module), self.owners))
+        )
 
 
 class ModuleTree:
@@ -85,7 +90,11 @@ class ModuleTree:
         for unit in self.units:
             for owner, views in unit.views.items():
                 self._views[owner] |= views
-        self._branches = [_Branch(weakref.ref(child), tuple(child._modules), _owners(child)) for child in modules if child._modules]
+        self._branches = [
+            _Branch(weakref.ref(child), tuple(child._modules), _owners(child))
+            for child in modules
+            if child._modules
+        ]
         self._dicts: list[dict[str, Any]] = [child._modules for child in modules if not child._modules]
         self._dicts += [tensors for child in modules for tensors in (child._parameters, child._buffers)]
         self._keys = _keys(self._dicts)
@@ -153,7 +162,9 @@ class ModuleTree:
     def _first_in(self, module: nn.Module) -> str:
         """Return the name of a flattened parameter in a module of the tree, for messages."""
         prefix = self._prefix_of(id(module))
-        flat = [found.name for found in self.tensors() if isinstance(found.container[found.keys[0]], FlatView)]
+        flat = [
+            found.name for found in self.tensors() if isinstance(found.container[found.keys[0]], FlatView)
+        ]
         return next((name for name in flat if name.startswith(prefix)), prefix)
 
     def _prefix_of(self, owner: int) -> str:
@@ -172,7 +183,9 @@ def is_trained(module: nn.Module) -> bool:
     """
     if any(parameter.is_leaf and parameter.grad is not None for parameter in module.parameters()):
         return True
-    sharded = (child for child in module.modules() if isinstance(child, FSDPModule) or fsdp1.is_wrapper(child))
+    sharded = (
+        child for child in module.modules() if isinstance(child, FSDPModule) or fsdp1.is_wrapper(child)
+    )
     return any(parameter.requires_grad for child in sharded for parameter in child.parameters())
 
 
@@ -186,7 +199,9 @@ def _owners(module: nn.Module) -> list[Any]:
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module with the canonical prefix of its names; a shared module once for each of its paths."""
+    """Yield every module with the canonical prefix of its names; a shared module once for each of its
+    paths.
+    """
     yield prefix, module
     wrapped = "module" if isinstance(module, DistributedDataParallel) else None
     for key, child in module._modules.items():
@@ -206,5 +221,7 @@ def _refuse_flattened(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter that FSDP1 flattened, but not in a unit of this module."""
     if fsdp1.is_flattened(parameter):
         what = "FullyShardedDataParallel flattened the parameter: what is registered is a part without shape"
-        hint = "pass the FullyShardedDataParallel module, not what it wraps; tie parameters within a unit only"
+        hint = (
+            "pass the FullyShardedDataParallel module, not what it wraps; tie parameters within a unit only"
+        )
         raise LayoutMismatch(what, tensor=name, hint=hint)

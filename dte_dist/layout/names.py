@@ -1,7 +1,8 @@
 """Names of slots: the same model has the same names however it is wrapped.
 
-`torch.compile`, activation checkpointing and FSDP put a segment of their own into the names of what they wrap. Those
-segments mean nothing to the other side, which may wrap differently or not at all, so they are taken out. `module` is
+`torch.compile`, activation checkpointing and FSDP put a segment of their own into the names of what they
+wrap. Those segments mean nothing to the other side, which may wrap differently or not at all, so they are
+taken out. `module` is
 a common name of real submodules: it goes only where the module walk met a `DistributedDataParallel`.
 """
 
@@ -17,9 +18,14 @@ from typing import Any, Final, NoReturn
 from dte_dist.errors import LayoutMismatch
 
 __all__ = [
-    "WRAPPERS", "NameRule", "Rename", "Select", "canonical_name", "refuse_duplicates",
+    "WRAPPERS",
+    "NameRule",
+    "Rename",
+    "Select",
+    "canonical_name",
+    "refuse_duplicates",
     "refuse_unencodable",
-]  # fmt: skip
+]
 
 Select = Callable[[str], bool] | str | Sequence[str] | None
 """Which slots take part: a predicate on the canonical name, or fnmatch patterns, of which one must match."""
@@ -96,7 +102,8 @@ class NameRule:
         return renamed
 
     def refuse_no_match(self, names: Sequence[str]) -> NoReturn:
-        """Raise because `select` leaves out every tensor: nothing would be synchronised, and nothing would say so.
+        """Raise because `select` leaves out every tensor: nothing would be synchronised, and nothing would
+        say so.
 
         Args:
             names: the canonical names of all tensors, at least one.
@@ -107,7 +114,9 @@ class NameRule:
         said = "a function" if self.patterns is None else ", ".join(map(repr, self.patterns)) or "no patterns"
         shown = ", ".join(f"{name!a}" for name in names[:_SHOWN])
         shown += f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        hint = "choose from these names; a rank that has none of the tensors passes an empty torch.nn.Module()"
+        hint = (
+            "choose from these names; a rank that has none of the tensors passes an empty torch.nn.Module()"
+        )
         raise ValueError(f"select= chooses no tensor: it is {said}, and the names are {shown}. Hint: {hint}.")
 
 
@@ -119,8 +128,12 @@ def refuse_duplicates(names: Iterable[str]) -> None:
     """
     repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
-        shown = ", ".join(map(repr, repeated[:8])) + (f" and {len(repeated) - 8} more" if len(repeated) > 8 else "")
-        raise LayoutMismatch(f"several tensors have the same name: {shown}", hint="tell them apart with rename, or use select")
+        shown = ", ".join(map(repr, repeated[:8])) + (
+            f" and {len(repeated) - 8} more" if len(repeated) > 8 else ""
+        )
+        raise LayoutMismatch(
+            f"several tensors have the same name: {shown}", hint="tell them apart with rename, or use select"
+        )
 
 
 def refuse_unencodable(names: Iterable[str]) -> None:

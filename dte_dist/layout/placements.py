@@ -1,8 +1,8 @@
 """Placements as plain numbers: what a rank must know to compute the blocks of every other rank.
 
-A placement on a mesh is a list of cuts, the same on all ranks of the mesh; a rank finds its own block with its own
-coordinate. Global ranks only tell meshes apart: they are never looked up, because ranks can be renumbered after a
-failure while coordinates stay what they are.
+A placement on a mesh is a list of cuts, the same on all ranks of the mesh; a rank finds its own block with
+its own coordinate. Global ranks only tell meshes apart: they are never looked up, because ranks can be
+renumbered after a failure while coordinates stay what they are.
 """
 
 from __future__ import annotations

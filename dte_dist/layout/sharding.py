@@ -1,10 +1,10 @@
 """DTensor placements read as ordered plain chunks.
 
-`fully_shard` over tensor parallelism chunks what tensor parallelism left, so the mesh dimension that stands first
-was applied last. DTensor writes this as `_StridedShard(dim, split_factor)`: the split factor is the number of chunks
-that were there before and stand further right. Read from left to right that gives the same rows only while every
-chunk is full; 7 rows over 3 x 2 ranks go wrong, and so do the 50257 of GPT-2. Hence the order of application is
-recovered from the split factors, and each step is then a plain `torch.chunk`.
+`fully_shard` over tensor parallelism chunks what tensor parallelism left, so the mesh dimension that stands
+first was applied last. DTensor writes this as `_StridedShard(dim, split_factor)`: the split factor is the
+number of chunks that were there before and stand further right. Read from left to right that gives the same
+rows only while every chunk is full; 7 rows over 3 x 2 ranks go wrong, and so do the 50257 of GPT-2. Hence the
+order of application is recovered from the split factors, and each step is then a plain `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class ShardSpec:
             raise ValueError(f"mesh must be a DeviceMesh or None, not {type(self.mesh).__name__}")
         dimensions = 0 if self.mesh is None else self.mesh.ndim
         if len(self.placements) != dimensions:
-            raise ValueError(f"a mesh of {dimensions} dimensions needs as many placements, not {self.placements}")
+            raise ValueError(
+                f"a mesh of {dimensions} dimensions needs as many placements, not {self.placements}"
+            )
 
 
 def chunking_of(
@@ -73,11 +75,14 @@ def chunking_of(
         shape: shape of the full tensor.
         mesh_shape: shape of the mesh.
         placements: one placement per mesh dimension.
-        shard_order: `DTensorSpec.shard_order` where it is set: pairs of a tensor dimension and its mesh dimensions in order.
-        decode: whether split factors say in which order the mesh dimensions were applied; otherwise they are taken literally.
+        shard_order: `DTensorSpec.shard_order` where it is set: pairs of a tensor dimension and its mesh
+            dimensions in order.
+        decode: whether split factors say in which order the mesh dimensions were applied; otherwise they are
+            taken literally.
 
     Raises:
-        LayoutMismatch: a placement is Partial or unknown, or a `_StridedShard` has no single meaning; names the slot.
+        LayoutMismatch: a placement is Partial or unknown, or a `_StridedShard` has no single meaning; names
+            the slot.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -95,7 +100,9 @@ def chunking_of(
             ordered = _decoded(mine, mesh_shape) if decode else None
             cuts += ordered or _literal(slot, mine, shape[dim], mesh_shape, placements)
         else:
-            cuts += sorted(mine, key=lambda cut: orders[cut.dim].index(cut.mesh_dim)) if dim in orders else mine
+            cuts += (
+                sorted(mine, key=lambda cut: orders[cut.dim].index(cut.mesh_dim)) if dim in orders else mine
+            )
     return tuple(cuts)
 
 
@@ -126,18 +133,24 @@ def local_block(slot: str, spec: Any) -> Block:
 def _cut(slot: str, dimensions: int, mesh_dim: int, placement: Any) -> Cut | None:
     if isinstance(placement, Replicate):
         return None
-    # Up to torch 2.10 a _StridedShard is a Shard and since then it is not: only its attribute tells them apart on both.
+    # Up to torch 2.10 a _StridedShard is a Shard and since then it is not: only its attribute tells them
+    # apart on both.
     if type(placement) is not Shard and not hasattr(placement, "split_factor"):
         what = "holds a sum that is not reduced yet" if placement.is_partial() else "is not known"
         raise LayoutMismatch(f"placement {placement} {what}", tensor=slot, hint=_REDISTRIBUTE)
     dim = placement.dim + dimensions if placement.dim < 0 else placement.dim
     if not 0 <= dim < dimensions:
-        raise LayoutMismatch(f"placement {placement} shards a dimension that is not there", tensor=slot, got=f"{dimensions} dimensions")
+        raise LayoutMismatch(
+            f"placement {placement} shards a dimension that is not there",
+            tensor=slot,
+            got=f"{dimensions} dimensions",
+        )
     return Cut(dim, mesh_dim, int(getattr(placement, "split_factor", 1)))
 
 
 def _decoded(cuts: Sequence[Cut], mesh_shape: Sequence[int]) -> list[Cut] | None:
-    """Order the cuts of one dimension so that each split factor is the number of chunks made before; None if none fits.
+    """Order the cuts of one dimension so that each split factor is the number of chunks made before; None if
+    none fits.
 
     From right to left, each cut goes behind as many of those on its right as have that many chunks together.
     """
@@ -150,19 +163,29 @@ def _decoded(cuts: Sequence[Cut], mesh_shape: Sequence[int]) -> list[Cut] | None
     return ordered
 
 
-def _literal(slot: str, cuts: Sequence[Cut], size: int, mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[Cut]:
-    """Take split factors that decode to no order literally, which is safe only where everything divides evenly."""
+def _literal(
+    slot: str, cuts: Sequence[Cut], size: int, mesh_shape: Sequence[int], placements: Sequence[Any]
+) -> list[Cut]:
+    """Take split factors that decode to no order literally, which is safe only where everything divides
+    evenly.
+    """
     if cuts[-1].split_factor > 1:
         raise LayoutMismatch(
-            "a _StridedShard without a Shard of the same dimension to its right does not say where its pieces lie",
-            tensor=slot, got=tuple(placements), hint=_REDISTRIBUTE,
-        )  # fmt: skip
+            "a _StridedShard without a Shard of the same dimension to its right does "
+            "not say where its pieces lie",
+            tensor=slot,
+            got=tuple(placements),
+            hint=_REDISTRIBUTE,
+        )
     for cut in cuts:
         parts = mesh_shape[cut.mesh_dim]
         if size % (parts * cut.split_factor):
             raise LayoutMismatch(
-                "split factors that belong to no order of the mesh dimensions need a size that divides evenly",
-                tensor=slot, got=f"{tuple(placements)} on a mesh {tuple(mesh_shape)}", hint=_REDISTRIBUTE,
-            )  # fmt: skip
+                "split factors that belong to no order of the mesh dimensions need a "
+                "size that divides evenly",
+                tensor=slot,
+                got=f"{tuple(placements)} on a mesh {tuple(mesh_shape)}",
+                hint=_REDISTRIBUTE,
+            )
         size //= parts
     return list(cuts)

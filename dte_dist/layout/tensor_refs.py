@@ -1,7 +1,7 @@
 """Tensor references: where the tensors of a layout are found, and what the user said about them.
 
-A layout reads its tensors anew at every sync, so it keeps the dict and the key under which each one is registered
-rather than the tensor. Tensors that a user hands over one by one get a dict of their own.
+A layout reads its tensors anew at every sync, so it keeps the dict and the key under which each one is
+registered rather than the tensor. Tensors that a user hands over one by one get a dict of their own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class TensorRef:
         return self.name, self.declared.block.runs if isinstance(self.declared, Region) else ()
 
 
-def refs_of_tensors(named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], rule: NameRule) -> list[TensorRef]:
+def refs_of_tensors(
+    named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], rule: NameRule
+) -> list[TensorRef]:
     """Return the tensor references of plain tensors, DTensors and ShardedTensors.
 
     Raises:
@@ -75,7 +77,11 @@ def refs_of_tensors(named_tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]
         ValueError: an item is no pair of a name and a tensor.
     """
     items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    named = [(slot, tensor) for name, tensor in map(_pair, items) if (slot := rule(canonical_name(name))) is not None]
+    named = [
+        (slot, tensor)
+        for name, tensor in map(_pair, items)
+        if (slot := rule(canonical_name(name))) is not None
+    ]
     refuse_duplicates(slot for slot, _ in named)
     return [ref for slot, tensor in named for ref in _refs_of(slot, tensor)]
 
@@ -102,7 +108,8 @@ def refs_of_views(views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int
     """Return the tensor references of local tensors that are named regions of slots.
 
     Raises:
-        LayoutMismatch: a region leaves its slot, or the regions of a slot overlap or disagree on its full shape.
+        LayoutMismatch: a region leaves its slot, or the regions of a slot overlap or disagree on its full
+            shape.
         ValueError: an item is not (name, local_view, full_shape, offsets).
     """
     by_name: dict[str, list[TensorRef]] = defaultdict(list)
@@ -142,7 +149,11 @@ def _refs_of(name: str, tensor: Tensor) -> Iterator[TensorRef]:
         cloned = is_clone(shard.tensor, is_shard=True)
         yield TensorRef(name, {0: shard.tensor}, 0, Region(full_shape, block), cloned)
     if not shards:  # the slot must still be known here, as it is on the ranks that hold some of it
-        nothing = torch.empty((0,) * len(full_shape), dtype=metadata.tensor_properties.dtype, device=tensor._get_preferred_device())
+        nothing = torch.empty(
+            (0,) * len(full_shape),
+            dtype=metadata.tensor_properties.dtype,
+            device=tensor._get_preferred_device(),
+        )
         yield TensorRef(name, {0: nothing}, 0, Region(full_shape, Block(((),) * len(full_shape))))
 
 
@@ -157,11 +168,17 @@ def _ref_of_view(name: str, view: Tensor, full_shape: tuple[int, ...], offsets: 
     if not len(full_shape) == len(offsets) == view.dim():
         raise LayoutMismatch(
             "a view, its full shape and its offsets need the same number of dimensions",
-            tensor=name, got=f"view {tuple(view.shape)}, full shape {full_shape}, offsets {offsets}",
-        )  # fmt: skip
+            tensor=name,
+            got=f"view {tuple(view.shape)}, full shape {full_shape}, offsets {offsets}",
+        )
     ends = [offset + length for offset, length in zip(offsets, view.shape, strict=True)]
     if min(offsets, default=0) < 0 or any(end > size for end, size in zip(ends, full_shape, strict=True)):
-        raise LayoutMismatch("the region leaves the slot", tensor=name, expected=f"inside {full_shape}", got=f"{offsets} to {tuple(ends)}")
+        raise LayoutMismatch(
+            "the region leaves the slot",
+            tensor=name,
+            expected=f"inside {full_shape}",
+            got=f"{offsets} to {tuple(ends)}",
+        )
     return TensorRef(name, {0: view}, 0, Region(full_shape, Block.rectangle(offsets, view.shape)))
 
 
@@ -173,7 +190,14 @@ def _refuse_conflicts(name: str, refs: list[TensorRef]) -> None:
     ):
         for value in values:
             if value != values[0]:
-                raise LayoutMismatch(f"the regions of a slot disagree on its {what}", tensor=name, expected=values[0], got=value)
+                raise LayoutMismatch(
+                    f"the regions of a slot disagree on its {what}",
+                    tensor=name,
+                    expected=values[0],
+                    got=value,
+                )
     for one, other in combinations(regions, 2):
         if one.block.overlaps(other.block):
-            raise LayoutMismatch("two regions of a slot overlap", tensor=name, got=f"{one.block} and {other.block}")
+            raise LayoutMismatch(
+                "two regions of a slot overlap", tensor=name, got=f"{one.block} and {other.block}"
+            )

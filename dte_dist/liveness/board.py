@@ -225,5 +225,10 @@ def late(ranks: Iterable[int], verb: str, seconds: float) -> PeerLost:
         rank 2 did not answer within 60 s
     """
     missing = tuple(sorted(ranks))
-    hint = "call again on all ranks, with a longer timeout= if they may take so long, or with a group of the rest"
-    return PeerLost(f"{names(missing)} did not {verb} within {seconds:g} s", lost=missing, late=True, hint=hint)
+    hint = (
+        "call again on all ranks, with a longer timeout= if they may take so long, "
+        "or with a group of the rest"
+    )
+    return PeerLost(
+        f"{names(missing)} did not {verb} within {seconds:g} s", lost=missing, late=True, hint=hint
+    )

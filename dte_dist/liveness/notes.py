@@ -1,4 +1,6 @@
-"""Notes that ranks leave for each other in the store of the group: JSON, checked before anything of it is used."""
+"""Notes that ranks leave for each other in the store of the group: JSON, checked before anything of it is
+used.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ class Place:
         )
 
     def is_before(self, other: Place) -> bool:
-        """Return whether this rank has yet to make the call that another is in, and cannot before its own ends."""
+        """Return whether this rank has yet to make the call that another is in, and cannot before its own
+        ends.
+        """
         if not self.is_foreground:
             return False
         if other.call == 0:
@@ -136,5 +138,7 @@ class Places:
         return [
             place
             for places in said
-            for place in read_note("where a rank waits", places, lambda all_of_it: [*map(Place.parse, all_of_it)])
+            for place in read_note(
+                "where a rank waits", places, lambda all_of_it: [*map(Place.parse, all_of_it)]
+            )
         ]

@@ -81,7 +81,10 @@ class Process:
 def _machine() -> str:
     """Name this machine since it came up, and the space of process ids that this process counts in."""
     try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.readlink('/proc/self/ns/pid')}"
+        )
     except OSError:
         return ""
 

@@ -3,8 +3,8 @@
 1. Each rank takes the next channel number of the group (`Membership.join`).
 2. It comes to the roll call of that number (`call_roll`), and waits until all have come. Who does not come is
    known by name.
-3. They connect (`transport.communicator.Communicator`). gloo asks the store for the addresses of the others, through a
-   `PatientStore`.
+3. They connect (`transport.communicator.Communicator`). gloo asks the store for the addresses of the others,
+   through a `PatientStore`.
 
 A client of the store answers one question at a time. One that waited in it for a key would keep all other
 threads of the process from the store, those of the user, too. So nothing here waits within the store: it is
@@ -63,7 +63,9 @@ def _refuse_inherited() -> None:
     """Refuse to take part in a group of the parent process: this one would be counted as the same rank."""
     if _inherited is not None and dist.group.WORLD is _inherited:
         hint = "sync in the process that made the group; start workers that are to sync by spawn, not fork"
-        raise ChannelClosed("the process group belongs to the process that this one was forked from", hint=hint)
+        raise ChannelClosed(
+            "the process group belongs to the process that this one was forked from", hint=hint
+        )
 
 
 def group_of(group: Group | None) -> dist.ProcessGroup | None:
@@ -169,7 +171,9 @@ class Membership:
         """Return the processes of those of some ranks that have ever called to open a channel; may block."""
         there = [rank for rank in ranks if self.group_store.check([f"process/{rank}"])]
         notes = {rank: self.group_store.get(f"process/{rank}") for rank in there}
-        return {rank: read_note(f"the process of rank {rank}", note, Process.read) for rank, note in notes.items()}
+        return {
+            rank: read_note(f"the process of rank {rank}", note, Process.read) for rank, note in notes.items()
+        }
 
 
 def call_roll(watch: Watch) -> dict[int, int | None]:
@@ -231,7 +235,9 @@ def forget_meeting(watch: Watch, wires: Iterable[Communicator]) -> None:
 
 
 def _said(note: Any) -> tuple[int | None, Process]:
-    """Return what a rank says at the roll call: under which number its modules have met before, and its process."""
+    """Return what a rank says at the roll call: under which number its modules have met before, and its
+    process.
+    """
     return None if note["origin"] is None else number(note["origin"]), Process.read(note["process"])
 
 

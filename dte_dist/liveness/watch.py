@@ -74,7 +74,9 @@ _clock: threading.Thread | None = None
 
 
 def _forget_parent() -> None:
-    """Begin anew in a forked child: channels and clock are the parent's, and somebody may have had the lock."""
+    """Begin anew in a forked child: channels and clock are the parent's, and somebody may have had the
+    lock.
+    """
     global _starting, _clock
     _watches.clear()
     _starting, _clock = threading.Lock(), None
@@ -182,7 +184,9 @@ class Watch:
 
     @contextmanager
     def compiling(self) -> Iterator[Callable[[], None]]:
-        """Give something to call once this rank begins to compile: others do not count the time until it ends."""
+        """Give something to call once this rank begins to compile: others do not count the time until it
+        ends.
+        """
         said: list[bool] = []
 
         def say() -> None:
@@ -238,9 +242,14 @@ class Watch:
         return self.board.found is not None
 
     def lost(
-        self, ranks: Iterable[int], timeout: timedelta, began: float, error: BaseException,
-        *, verb: str = "answer",
-    ) -> PeerLost:  # fmt: skip
+        self,
+        ranks: Iterable[int],
+        timeout: timedelta,
+        began: float,
+        error: BaseException,
+        *,
+        verb: str = "answer",
+    ) -> PeerLost:
         """Return what is raised where a wait has failed, and note how long the store may be asked about it.
 
         Args:
@@ -350,7 +359,9 @@ class Watch:
             self.kill()
         elif not self._is_looked_at and time.monotonic() - since >= self.pause - _TICK:
             self._is_looked_at = True
-            look_on = threading.Thread(target=self._look_on, args=(since,), name="dte_dist lookout", daemon=True)
+            look_on = threading.Thread(
+                target=self._look_on, args=(since,), name="dte_dist lookout", daemon=True
+            )
             try:
                 look_on.start()
             except BaseException:

@@ -1,4 +1,6 @@
-"""Positions in many tensors, translated at once: what `remap_delta_indices` does for one, without a call for each."""
+"""Positions in many tensors, translated at once: what `remap_delta_indices` does for one, without a call for
+each.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,20 @@ class BatchedIndexMap:
         self._begin, self._total = torch.from_numpy(begin[:-1].copy()), int(begin[-1])
         self._remaps = build_index_maps(*(_space(width, blocks) for blocks in sides))
 
-    def translate(self, numbers: Sequence[int], positions: Sequence[Tensor], bits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield int64 positions in the target's flat space, and their bits; what no block of the target holds is dropped.
+    def translate(
+        self, numbers: Sequence[int], positions: Sequence[Tensor], bits: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield int64 positions in the target's flat space, and their bits; what no block of the target holds
+        is dropped.
 
         Args:
             numbers: of the blocks that the positions are in, ascending.
             positions: of each: int32 or int64, strictly ascending, on one device.
             bits: an integer of any width for each position.
         """
-        flat = torch.cat(list(positions)).to(torch.int64) + repeat_per_part(self._begin[torch.tensor(numbers)], positions)
+        flat = torch.cat(list(positions)).to(torch.int64) + repeat_per_part(
+            self._begin[torch.tensor(numbers)], positions
+        )
         translate = kernels.remaps_on(flat.device).translate
         for first, here in _windows(flat, self._total):
             relative = (flat[here] - first).to(torch.int32)
@@ -74,11 +81,15 @@ def repeat_per_part(values: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _space(width: int, blocks: Iterable[tuple[int, Block]]) -> FlatSpace:
-    return FlatSpace.of(width, Pieces.of(Piece(slot, number, block) for number, (slot, block) in enumerate(blocks)))
+    return FlatSpace.of(
+        width, Pieces.of(Piece(slot, number, block) for number, (slot, block) in enumerate(blocks))
+    )
 
 
 def _windows(flat: Tensor, total: int) -> Iterator[tuple[int, slice]]:
-    """Yield (first position, places) of parts whose positions, counted from the first, fit int32; waits if there are several."""
+    """Yield (first position, places) of parts whose positions, counted from the first, fit int32; waits if
+    there are several.
+    """
     if total <= _WINDOW:
         yield 0, slice(0, len(flat))
         return

@@ -1,4 +1,6 @@
-"""What each rank holds, as pieces: a manifest and a rank's coordinates turned into columns, once per geometry."""
+"""What each rank holds, as pieces: a manifest and a rank's coordinates turned into columns, once per
+geometry.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ class Inventory:
     def pieces(self, manifest: Manifest, coordinates: Coordinates) -> Pieces:
         """Return the non-empty blocks that a rank holds, in slot order; of tied names only the first."""
         columns = self._columns(manifest)
-        numbers = np.array([self.table.number(manifest.block(entry, coordinates)) for entry in columns.examples], np.int64)
+        numbers = np.array(
+            [self.table.number(manifest.block(entry, coordinates)) for entry in columns.examples], np.int64
+        )
         block = numbers[columns.geometry]
         return Pieces(self.table, columns.slot, columns.entry, block).take(block >= 0)
 
     def rivals(self, manifest: Manifest, pieces: Pieces) -> tuple[str, str] | None:
-        """Return two names that share a slot because another rank ties them, though this rank holds something of each."""
+        """Return two names that share a slot because another rank ties them, though this rank holds something
+        of each.
+        """
         names: dict[int, str] = {}
         if self._columns(manifest).are_apart:
             for slot, entry in zip(pieces.slot.tolist(), pieces.entry.tolist(), strict=True):
@@ -52,7 +58,10 @@ class Inventory:
 
     def _columns(self, manifest: Manifest) -> _Columns:
         if id(manifest) not in self._known:
-            self._known[id(manifest)] = manifest, _Columns(manifest, [self._slot_of(entry.name) for entry in manifest.entries])
+            self._known[id(manifest)] = (
+                manifest,
+                _Columns(manifest, [self._slot_of(entry.name) for entry in manifest.entries]),
+            )
         return self._known[id(manifest)][1]
 
 

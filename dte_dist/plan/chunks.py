@@ -1,8 +1,8 @@
 """How a sync is cut: segments, chunks and buckets, the same on every rank.
 
-Segments and chunks follow from the layouts alone. Buckets are packed from the sizes of the frames, which all ranks exchange
-first, by a rule that gives every rank the same buckets. Nothing is triggered by bytes that only one rank knows: that would
-differ between ranks, and hang.
+Segments and chunks follow from the layouts alone. Buckets are packed from the sizes of the frames, which all
+ranks exchange first, by a rule that gives every rank the same buckets. Nothing is triggered by bytes that
+only one rank knows: that would differ between ranks, and hang.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class ChunkPlan:
 
     Args:
         totals: for each source (group rank), elements in its flat space of each width.
-        bucket_bytes: dense bytes of a chunk; more where a source would have more than 2^14 chunks of one width.
+        bucket_bytes: dense bytes of a chunk; more where a source would have more than 2^14 chunks of one
+            width.
 
     Attributes:
         room: most chunks of any source.
@@ -99,10 +100,12 @@ def _cut(totals: Mapping[int, int], bucket_bytes: int) -> Iterator[Chunk]:
 
 
 def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[list[FrameSlot]]:
-    """Pack the frames of a sync into buckets: whole frames, in order of chunk and source, up to `bucket_bytes`.
+    """Pack the frames of a sync into buckets: whole frames, in order of chunk and source, up to
+    `bucket_bytes`.
 
     Args:
-        sizes: for each source, in one order on all ranks, bytes of its frame of each chunk; 0 where nothing changed.
+        sizes: for each source, in one order on all ranks, bytes of its frame of each chunk; 0 where nothing
+            changed.
         bucket_bytes: most bytes of a bucket; a frame that is larger has a bucket of its own.
 
     Example:

@@ -48,8 +48,9 @@ def disjoint(blocks: Sequence[Block]) -> bool:
         >>> disjoint([Block.rectangle((0, 0), (2, 3)), Block.rectangle((2, 0), (2, 3)), Block.rectangle((1, 1), (1, 1))])
         False
     """
-    # Where a mesh cut the slot, the blocks are a grid: along some dimension their runs are equal or apart, and each group of
-    # equal ones is a smaller grid. Comparing all pairs is the hint for blocks of other making.
+    # Where a mesh cut the slot, the blocks are a grid: along some dimension their runs are equal or apart,
+    # and each group of equal ones is a smaller grid. Comparing all pairs is the hint for blocks of other
+    # making.
     if len(blocks) < 2:
         return True
     for dim in range(len(blocks[0].runs)):
@@ -71,9 +72,15 @@ def refuse_gap(name: str, full: int, holders: Mapping[Block, int]) -> None:
     for (a, rank_a), (b, rank_b) in itertools.combinations(holders.items(), 2):
         if a.overlaps(b):
             hint = "let every element have one owner, or equal blocks on all its owners"
-            raise LayoutMismatch("sources hold overlapping parts", tensor=name, ranks=sorted({rank_a, rank_b}), hint=hint)
+            raise LayoutMismatch(
+                "sources hold overlapping parts", tensor=name, ranks=sorted({rank_a, rank_b}), hint=hint
+            )
     covered = sum(block.numel for block in holders)
     raise LayoutMismatch(
-        "the sources do not hold the whole tensor", tensor=name, ranks=sorted(set(holders.values())),
-        expected=f"{full} elements", got=f"{covered} elements", hint="let src= name every rank that owns a part",
-    )  # fmt: skip
+        "the sources do not hold the whole tensor",
+        tensor=name,
+        ranks=sorted(set(holders.values())),
+        expected=f"{full} elements",
+        got=f"{covered} elements",
+        hint="let src= name every rank that owns a part",
+    )

@@ -21,20 +21,21 @@ _WINDOW = 1 << 30
 def remap_delta_indices(indices: Tensor, source: Block, receiver: Block) -> tuple[Tensor, Tensor]:
     """Translate positions in one rank's block of a slot into positions in another rank's block of it.
 
-    Swap the blocks for the other direction. Where the two have one contiguous part in common, as with plain chunks along the first
-    dimension, it costs a subtraction and two binary searches.
+    Swap the blocks for the other direction. Where the two have one contiguous part in common, as with plain
+    chunks along the first dimension, it costs a subtraction and two binary searches.
 
     Args:
-        indices: [count] int32 or int64, strictly increasing flat positions (row-major) in `source`, on any device.
+        indices: [count] int32 or int64, strictly increasing flat positions (row-major) in `source`, on any
+            device.
         source, receiver: the blocks, of one slot.
 
     Returns:
-        int64 [kept] positions in `receiver`, and int64 [kept] places in `indices` of those elements that it holds, ascending:
-        the values of a delta follow with `values[kept]`. Both on the device of `indices`.
+        int64 [kept] positions in `receiver`, and int64 [kept] places in `indices` of those elements that it
+        holds, ascending: the values of a delta follow with `values[kept]`. Both on the device of `indices`.
 
     Raises:
-        ValueError: the indices are not one-dimensional, of another dtype, not strictly increasing or outside of `source`; or the
-            blocks differ in their number of dimensions.
+        ValueError: the indices are not one-dimensional, of another dtype, not strictly increasing or outside
+            of `source`; or the blocks differ in their number of dimensions.
 
     Example:
         >>> sender = dte_dist.Layout.from_views([("w", torch.zeros(2, 4), (6, 4), (2, 0))])  # rows 2 and 3
@@ -68,20 +69,31 @@ def _remap(source: Block, receiver: Block) -> IndexMap | None:
 
 def _check(indices: Tensor, source: Block, receiver: Block) -> None:
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"indices must be a 1-D tensor of int32 or int64, not of shape {tuple(indices.shape)} and {indices.dtype}")
+        raise ValueError(
+            "indices must be a 1-D tensor of int32 or int64, not of shape "
+            f"{tuple(indices.shape)} and {indices.dtype}"
+        )
     if len(source.runs) != len(receiver.runs):
-        raise ValueError(f"blocks of one slot have as many dimensions, not {len(source.runs)} and {len(receiver.runs)}")
+        raise ValueError(
+            f"blocks of one slot have as many dimensions, not {len(source.runs)} and {len(receiver.runs)}"
+        )
     if not bool(kernels.on(indices.device).sorted_below(indices.detach().contiguous(), source.numel)):
-        raise ValueError(f"indices must strictly increase within [0, {source.numel}), the positions of {source}")
+        raise ValueError(
+            f"indices must strictly increase within [0, {source.numel}), the positions of {source}"
+        )
 
 
 def _below(indices: Tensor, border: int) -> int:
-    """Return how many of the sorted indices are less than `border`, which may be more than their dtype holds."""
+    """Return how many of the sorted indices are less than `border`, which may be more than their dtype
+    holds.
+    """
     return int(torch.searchsorted(indices, min(border - 1, torch.iinfo(indices.dtype).max), right=True))
 
 
 def _windows(indices: Tensor, numel: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (first position, first place, indices) of parts whose positions, counted from the first, fit int32."""
+    """Yield (first position, first place, indices) of parts whose positions, counted from the first, fit
+    int32.
+    """
     place = 0
     for first in range(0, numel, _WINDOW):
         end = len(indices) if first + _WINDOW >= numel else _below(indices, first + _WINDOW)

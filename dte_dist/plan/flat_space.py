@@ -1,10 +1,10 @@
 """The flat spaces of a rank: its pieces of one element width, laid end to end in slot order.
 
-Positions on the wire are positions in the *sender's* flat space. A receiver knows that space, because it follows
-from the sender's manifest, and translates (see `remap`).
+Positions on the wire are positions in the *sender's* flat space. A receiver knows that space, because it
+follows from the sender's manifest, and translates (see `remap`).
 
-A model has thousands of pieces but few different blocks, and every rank knows the spaces of all ranks. So pieces are columns
-of numbers, and blocks are numbered.
+A model has thousands of pieces but few different blocks, and every rank knows the spaces of all ranks. So
+pieces are columns of numbers, and blocks are numbered.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ class Pieces:
             [0, 3]
         """
         table = BlockTable()
-        rows = [(piece.slot, piece.entry, table.number(piece.block)) for piece in sorted(pieces, key=lambda piece: piece.slot)]
+        rows = [
+            (piece.slot, piece.entry, table.number(piece.block))
+            for piece in sorted(pieces, key=lambda piece: piece.slot)
+        ]
         columns = np.array([row for row in rows if row[2] >= 0], np.int64).reshape(-1, 3).T
         return cls(table, *columns)
 
@@ -104,7 +107,9 @@ class Pieces:
         return Pieces(self.table, self.slot[wanted], self.entry[wanted], self.block[wanted])
 
     def __iter__(self) -> Iterator[Piece]:
-        for slot, entry, block in zip(self.slot.tolist(), self.entry.tolist(), self.block.tolist(), strict=True):
+        for slot, entry, block in zip(
+            self.slot.tolist(), self.entry.tolist(), self.block.tolist(), strict=True
+        ):
             yield Piece(slot, entry, self.table.blocks[block])
 
 

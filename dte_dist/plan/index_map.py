@@ -1,15 +1,17 @@
 """Translate positions of a source's flat space into a receiver's.
 
-An `IndexMap` is a table of entries, each a range of the source's space together with how it lies in the receiver's space:
+An `IndexMap` is a table of entries, each a range of the source's space together with how it lies in the
+receiver's space:
 
 * shifted: receiver position = source position + shift. Neighbours with the same shift are one entry, so two
   ranks with the same layout need a single entry for the whole model.
-* with axes: the position is taken apart into coordinates along the axes of the overlap, outermost first, each looked up in
-  a table of segments. Entries of like geometry share their axes.
+* with axes: the position is taken apart into coordinates along the axes of the overlap, outermost first, each
+  looked up in a table of segments. Entries of like geometry share their axes.
 
-Positions outside every entry, or in a coordinate that no segment covers, belong to other receivers and are dropped.
-Entries of one table do not overlap in the source's space. Where a source position has several homes in one receiver (a
-tensor that the source ties and the receiver does not), the further homes are in further tables, "layers".
+Positions outside every entry, or in a coordinate that no segment covers, belong to other receivers and are
+dropped. Entries of one table do not overlap in the source's space. Where a source position has several homes
+in one receiver (a tensor that the source ties and the receiver does not), the further homes are in further
+tables, "layers".
 
 All of it is array work: there are far fewer different pairs of blocks than pairs of pieces.
 """
@@ -33,12 +35,15 @@ class IndexMap:
 
     Attributes:
         begin, end: [entries] range of the source's space, ascending and disjoint.
-        shift: [entries] receiver position minus source position; for an entry with axes, where the receiver's piece starts.
+        shift: [entries] receiver position minus source position; for an entry with axes, where the receiver's
+            piece starts.
         origin: [entries] source position that the coordinates of an entry with axes count from.
         axis, axes: [entries] first axis of each entry, and how many; none for a shifted one.
-        extent, stride: [axes] length of the axis in the source's block; elements per step in the receiver's block.
+        extent, stride: [axes] length of the axis in the source's block; elements per step in the receiver's
+            block.
         segment: [axes + 1] first segment of each axis.
-        low, high, target: [segments] coordinates [low, high) of the axis, and the coordinate in the receiver of the first.
+        low, high, target: [segments] coordinates [low, high) of the axis, and the coordinate in the receiver
+            of the first.
     """
 
     begin: np.ndarray
@@ -56,18 +61,31 @@ class IndexMap:
 
     def meets(self, low: int, high: int) -> bool:
         """Return whether an entry overlaps positions [low, high) of the source's space."""
-        return bool(np.searchsorted(self.end, low, side="right") < np.searchsorted(self.begin, high, side="left"))
+        return bool(
+            np.searchsorted(self.end, low, side="right") < np.searchsorted(self.begin, high, side="left")
+        )
 
     def tables(self) -> tuple[np.ndarray, ...]:
         """Return all arrays, in the order of the attributes."""
         return (
-            self.begin, self.end, self.shift, self.origin, self.axis, self.axes, self.extent, self.stride, self.segment,
-            self.low, self.high, self.target,
-        )  # fmt: skip
+            self.begin,
+            self.end,
+            self.shift,
+            self.origin,
+            self.axis,
+            self.axes,
+            self.extent,
+            self.stride,
+            self.segment,
+            self.low,
+            self.high,
+            self.target,
+        )
 
 
 def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, ...]:
-    """Build the tables from one rank's flat space to another's of the same width; one per layer, none if nothing overlaps.
+    """Build the tables from one rank's flat space to another's of the same width; one per layer, none if
+    nothing overlaps.
 
     Example:
         >>> from dte_dist.layout import Block
@@ -78,7 +96,9 @@ def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, 
     """
     at, home = matching_blocks(source.pieces.slot, receiver.pieces.slot)
     first, second = source.pieces.table.blocks, receiver.pieces.table.blocks
-    pairs, which = np.unique(source.pieces.block[at] * len(second) + receiver.pieces.block[home], return_inverse=True)
+    pairs, which = np.unique(
+        source.pieces.block[at] * len(second) + receiver.pieces.block[home], return_inverse=True
+    )
     overlaps = [overlap_of(first[pair // len(second)], second[pair % len(second)]) for pair in pairs.tolist()]
     shared = np.array([overlap is not None for overlap in overlaps], np.bool_)[which]
     if not shared.any():
@@ -93,11 +113,18 @@ def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, 
 
 
 def is_identity(index_maps: Sequence[IndexMap], numel: int) -> bool:
-    """Return whether each of the `numel` positions of a space becomes the same position of the other, and no other."""
+    """Return whether each of the `numel` positions of a space becomes the same position of the other, and no
+    other.
+    """
     if len(index_maps) != 1 or len(index_maps[0].begin) != 1:
         return False
     index_map = index_maps[0]
-    return bool(index_map.begin[0] == 0 and index_map.end[0] == numel and index_map.shift[0] == 0 and index_map.axes[0] == 0)
+    return bool(
+        index_map.begin[0] == 0
+        and index_map.end[0] == numel
+        and index_map.shift[0] == 0
+        and index_map.axes[0] == 0
+    )
 
 
 def matching_blocks(source: np.ndarray, receiver: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +190,9 @@ class _Patterns:
         return added[::-1]
 
     def index_map(self, which: np.ndarray, start: np.ndarray, target: np.ndarray) -> IndexMap:
-        """Put overlaps `which` at where their blocks start in the source's and the receiver's space; ascending and disjoint."""
+        """Put overlaps `which` at where their blocks start in the source's and the receiver's space;
+        ascending and disjoint.
+        """
         counts = self._counts[which]
         rows = self._rows[:, _ranges((np.cumsum(self._counts) - self._counts)[which], counts)]
         start, target = np.repeat(start, counts), np.repeat(target, counts)
@@ -172,7 +201,9 @@ class _Patterns:
         begin, end, shift = begin + start, end + start, shift + target - np.where(shifted, start, 0)
         joined = (begin[1:] == end[:-1]) & (shift[1:] == shift[:-1]) & shifted[1:] & shifted[:-1]
         first, last = np.append(True, ~joined), np.append(~joined, True)
-        return IndexMap(begin[first], end[last], shift[first], start[first], axis[first], axes[first], *self._axes)
+        return IndexMap(
+            begin[first], end[last], shift[first], start[first], axis[first], axes[first], *self._axes
+        )
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:

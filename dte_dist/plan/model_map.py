@@ -4,8 +4,8 @@ Every rank builds the same `ModelMap` from the same descriptions, without furthe
 
 1. Slots: the union of what the sources hold, tied names being one slot.
 2. Receivers are held against the slots: missing, extra, other shape, other dtype.
-3. Contributors: of all sources that hold the same block of a slot, one sends it (`plan.ownership`), the same for the life of
-   the channel.
+3. Contributors: of all sources that hold the same block of a slot, one sends it (`plan.ownership`), the same
+   for the life of the channel.
 4. Contested pieces: several sources hold them, though no mesh makes these replicas (`plan.contested`). Their
    bits are compared when a channel opens.
 5. Coverage: the contributed blocks of a slot must be disjoint and together be the whole slot.
@@ -36,7 +36,10 @@ __all__ = ["ModelMap", "RankLayout", "Slot", "WireTypes"]
 WireTypes = Mapping[str, str] | Literal["receiver"] | None
 """Dtypes on the wire: by name; the dtype that receivers hold; or None for the dtype that sources hold."""
 
-_BUILD = "build the same model on both sides, or pass rename= or select= (for a Layout: where it is built; from_views takes partial=True)"
+_BUILD = (
+    "build the same model on both sides, or pass rename= or select= (for a Layout: where it is "
+    "built; from_views takes partial=True)"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +133,9 @@ class ModelMap:
                 for width, space in spaces.items():
                     pieces, table = space.pieces, space.pieces.table
                     if id(table) not in tables:
-                        tables[id(table)] = hashlib.blake2b(repr(table.blocks).encode(), digest_size=16).digest()
+                        tables[id(table)] = hashlib.blake2b(
+                            repr(table.blocks).encode(), digest_size=16
+                        ).digest()
                     hashed.update(b"%d %d %d " % (rank, width, len(pieces)) + tables[id(table)])
                     for column in (pieces.slot, pieces.entry, pieces.block):
                         hashed.update(column.tobytes())
@@ -140,18 +145,34 @@ class ModelMap:
         """Return the index of the slot that a name, tied or not, belongs to."""
         return self._index[self._names.canonical(name)]
 
-    def _slots_of(self, sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]) -> tuple[Slot, ...]:
-        received = {self._names.canonical(entry.name): entry for _, holding in _distinct(receivers) for entry in holding.manifest.entries}
+    def _slots_of(
+        self, sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]
+    ) -> tuple[Slot, ...]:
+        received = {
+            self._names.canonical(entry.name): entry
+            for _, holding in _distinct(receivers)
+            for entry in holding.manifest.entries
+        }
         slots: dict[str, tuple[Slot, list[int]]] = {}
         for ranks, holding in _distinct(sources):
             chosen = self._chosen(ranks, holding.wire)
             for entry in holding.manifest.entries:
                 name = self._names.canonical(entry.name)
-                wanted = received[name].dtype if holding.wire == "receiver" and name in received else chosen.get(name, entry.dtype)
+                wanted = (
+                    received[name].dtype
+                    if holding.wire == "receiver" and name in received
+                    else chosen.get(name, entry.dtype)
+                )
                 slot = Slot(name, entry.shape, _castable(entry, wanted, holding.wire != "receiver", ranks))
                 other, theirs = slots.setdefault(name, (slot, ranks))
                 if other != slot:
-                    _differ("sources differ", sorted({*theirs, *ranks}), entry.name, (other.shape, other.dtype), (slot.shape, slot.dtype))
+                    _differ(
+                        "sources differ",
+                        sorted({*theirs, *ranks}),
+                        entry.name,
+                        (other.shape, other.dtype),
+                        (slot.shape, slot.dtype),
+                    )
         return tuple(slots[name][0] for name in sorted(slots))
 
     def _chosen(self, ranks: Sequence[int], wire: WireTypes) -> dict[str, str]:
@@ -161,7 +182,9 @@ class ModelMap:
             other = chosen.setdefault(self._names.canonical(name), dtype)
             if other != dtype:
                 what = "tied names cannot travel in different dtypes"
-                raise LayoutMismatch(what, tensor=name, ranks=ranks, expected=other, got=dtype, hint="give them one wire dtype")
+                raise LayoutMismatch(
+                    what, tensor=name, ranks=ranks, expected=other, got=dtype, hint="give them one wire dtype"
+                )
         return chosen
 
     def _check_receiver(self, ranks: Sequence[int], holding: RankLayout) -> None:
@@ -169,32 +192,56 @@ class ModelMap:
         for entry in holding.manifest.entries:
             index = self._index.get(self._names.canonical(entry.name))
             if index is None:
-                raise LayoutMismatch("a receiver has a tensor that no source has", tensor=entry.name, ranks=ranks, hint=_BUILD)
+                raise LayoutMismatch(
+                    "a receiver has a tensor that no source has", tensor=entry.name, ranks=ranks, hint=_BUILD
+                )
             slot = self.slots[index]
             if entry.shape != slot.shape:
                 _differ("shapes differ", ranks, entry.name, slot.shape, entry.shape)
             if entry.dtype != slot.dtype:
-                hint = 'pass wire_dtype= (a dtype, a mapping by name, or "receiver") to cast, or src= if this rank is a source too'
-                raise LayoutMismatch("dtypes differ", tensor=entry.name, ranks=ranks, expected=slot.dtype, got=entry.dtype, hint=hint)
+                hint = (
+                    'pass wire_dtype= (a dtype, a mapping by name, or "receiver") to cast, or src= '
+                    "if this rank is a source too"
+                )
+                raise LayoutMismatch(
+                    "dtypes differ",
+                    tensor=entry.name,
+                    ranks=ranks,
+                    expected=slot.dtype,
+                    got=entry.dtype,
+                    hint=hint,
+                )
             seen.add(index)
         for group in holding.manifest.ties:
             if len({self._names.canonical(name) for name in group}) > 1:
                 hint = "tie them on the sources too, or untie them here"
-                raise LayoutMismatch(f"a receiver ties {' and '.join(group)}, the sources do not", tensor=group[0], ranks=ranks, hint=hint)
+                raise LayoutMismatch(
+                    f"a receiver ties {' and '.join(group)}, the sources do not",
+                    tensor=group[0],
+                    ranks=ranks,
+                    hint=hint,
+                )
         if not holding.partial and len(seen) < len(self.slots):
             missing = [slot.name for index, slot in enumerate(self.slots) if index not in seen]
-            what = "a receiver lacks a tensor that the sources have" + (f" (and {len(missing) - 1} more)" if missing[1:] else "")
+            what = "a receiver lacks a tensor that the sources have" + (
+                f" (and {len(missing) - 1} more)" if missing[1:] else ""
+            )
             raise LayoutMismatch(what, tensor=missing[0], ranks=ranks, hint=_BUILD)
 
     def _contributions(self, held: Mapping[int, Pieces], claims: Claims) -> dict[int, Pieces]:
-        """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks of a slot tile it."""
+        """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks
+        of a slot tile it.
+        """
         slot, block, rank = claims.slot, claims.block, claims.rank
         first = choose_contributors(slot, block, claims.mesh >= 0)
         table = next(iter(held.values())).table
         gap = first_gap([slot.numel for slot in self.slots], slot[first], block[first], table)
         if gap is not None:
             here = first[slot[first] == gap]
-            holders = {table.blocks[number]: rank for number, rank in zip(block[here].tolist(), rank[here].tolist(), strict=True)}
+            holders = {
+                table.blocks[number]: rank
+                for number, rank in zip(block[here].tolist(), rank[here].tolist(), strict=True)
+            }
             refuse_gap(self.slots[gap].name, self.slots[gap].numel, holders)
         chosen = np.zeros(len(slot), np.bool_)
         chosen[first] = True
@@ -203,12 +250,16 @@ class ModelMap:
 
 
 def _owned(inventory: Inventory, rank: int, holding: RankLayout) -> Pieces:
-    """Return the pieces of a source; refuse names that another source ties and this one does not: they may differ."""
+    """Return the pieces of a source; refuse names that another source ties and this one does not: they may
+    differ.
+    """
     pieces = inventory.pieces(holding.manifest, holding.coordinates)
     rivals = inventory.rivals(holding.manifest, pieces)
     if rivals is not None:
         what = f"another source ties {rivals[0]} and {rivals[1]}, this one does not"
-        raise LayoutMismatch(what, tensor=rivals[0], ranks=[rank], hint="tie them on every source, or on none")
+        raise LayoutMismatch(
+            what, tensor=rivals[0], ranks=[rank], hint="tie them on every source, or on none"
+        )
     return pieces
 
 
@@ -232,14 +283,18 @@ def _meshes_of(manifest: Manifest, numbers: Mapping[MeshSpec, int]) -> np.ndarra
     return np.array([-1 if mesh is None else known[mesh] for mesh in placed], np.int64)
 
 
-def _receiver_spaces(inventory: Inventory, receivers: Mapping[int, RankLayout], widths: np.ndarray) -> dict[int, dict[int, FlatSpace]]:
+def _receiver_spaces(
+    inventory: Inventory, receivers: Mapping[int, RankLayout], widths: np.ndarray
+) -> dict[int, dict[int, FlatSpace]]:
     """Lay out what the receivers hold; those placed alike share it."""
     known: dict[tuple[int, Coordinates], dict[int, FlatSpace]] = {}
     for holding in receivers.values():
         key = id(holding.manifest), tuple(holding.coordinates)
         if key not in known:
             known[key] = spaces_of(inventory.pieces(holding.manifest, holding.coordinates), widths)
-    return {rank: known[id(holding.manifest), tuple(holding.coordinates)] for rank, holding in receivers.items()}
+    return {
+        rank: known[id(holding.manifest), tuple(holding.coordinates)] for rank, holding in receivers.items()
+    }
 
 
 def _distinct(holdings: Mapping[int, RankLayout]) -> list[tuple[list[int], RankLayout]]:
@@ -252,12 +307,21 @@ def _distinct(holdings: Mapping[int, RankLayout]) -> list[tuple[list[int], RankL
 
 
 def _castable(entry: Entry, wanted: str, named: bool, ranks: Sequence[int]) -> str:
-    """Return the dtype in which a source's entry shall travel; refuse casts that would make no sense, or surprise unless named."""
+    """Return the dtype in which a source's entry shall travel; refuse casts that would make no sense, or
+    surprise unless named.
+    """
     source, target = getattr(torch, entry.dtype), getattr(torch, wanted)
     sensible = source.is_floating_point and target.is_floating_point and (target.itemsize > 1 or named)
     if wanted != entry.dtype and not sensible:
         hint = "cast it in the trainer and sync the result, or give both sides one dtype"
-        raise LayoutMismatch("this cast is not made on the wire", tensor=entry.name, ranks=ranks, expected=entry.dtype, got=wanted, hint=hint)
+        raise LayoutMismatch(
+            "this cast is not made on the wire",
+            tensor=entry.name,
+            ranks=ranks,
+            expected=entry.dtype,
+            got=wanted,
+            hint=hint,
+        )
     return wanted
 
 

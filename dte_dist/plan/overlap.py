@@ -1,10 +1,11 @@
 """What two blocks of one slot have in common, and how positions in one become positions in the other.
 
-A block is the product of one run list per dimension, so the overlap of two blocks is the product of the overlaps of their run lists. Per
-dimension it is a short table of segments (coordinate in A, length, coordinate in B). Neighbouring dimensions are merged where the inner
-one is whole in both blocks or the outer one is a single row, so that what remains is usually one dimension: then positions in A and
-in B differ by a constant on each segment. Otherwise a position is taken apart into coordinates (mixed radix), each is
-looked up in its table, and they are put together again.
+A block is the product of one run list per dimension, so the overlap of two blocks is the product of the
+overlaps of their run lists. Per dimension it is a short table of segments (coordinate in A, length,
+coordinate in B). Neighbouring dimensions are merged where the inner
+one is whole in both blocks or the outer one is a single row, so that what remains is usually one dimension:
+    then positions in A and in B differ by a constant on each segment. Otherwise a position is taken apart
+    into coordinates (mixed radix), each is looked up in its table, and they are put together again.
 """
 
 from __future__ import annotations
@@ -85,12 +86,16 @@ def intersect(a: Block, b: Block) -> Block | None:
         >>> intersect(Block((((2, 4),),)), Block((((0, 3), (5, 9)),))).runs
         (((2, 1), (5, 1)),)
     """
-    block = Block(tuple(tuple((low, n) for low, n, _, _ in _shared(x, y)) for x, y in zip(a.runs, b.runs, strict=True)))
+    block = Block(
+        tuple(tuple((low, n) for low, n, _, _ in _shared(x, y)) for x, y in zip(a.runs, b.runs, strict=True))
+    )
     return block if block.numel else None
 
 
 def _shared(x: Runs, y: Runs) -> Iterator[tuple[int, int, int, int]]:
-    """Yield what two run lists share: start and length, and the coordinates of the start within x and within y."""
+    """Yield what two run lists share: start and length, and the coordinates of the start within x and within
+    y.
+    """
     i = j = at_x = at_y = 0
     while i < len(x) and j < len(y):
         (x0, xn), (y0, yn) = x[i], y[j]
@@ -121,13 +126,17 @@ def axis_of(x: Runs, y: Runs) -> Axis:
 
 
 def _merge(axes: list[Axis]) -> tuple[Axis, ...]:
-    """Merge each axis into the axis left of it if it is whole in both blocks, or if that one has a single row."""
+    """Merge each axis into the axis left of it if it is whole in both blocks, or if that one has a single
+    row.
+    """
     merged = [Axis(1, 1, ((0, 1, 0),))]
     for axis in axes:
         outer = merged[-1]
         if axis.is_whole:
             n = axis.extent
-            merged[-1] = Axis(outer.extent * n, outer.other * n, tuple((s * n, k * n, d * n) for s, k, d in outer.segments))
+            merged[-1] = Axis(
+                outer.extent * n, outer.other * n, tuple((s * n, k * n, d * n) for s, k, d in outer.segments)
+            )
         elif len(outer.segments) == 1 and outer.segments[0][1] == 1:
             row, _, other = outer.segments[0]
             rest = tuple((row * axis.extent + s, k, other * axis.other + d) for s, k, d in axis.segments)

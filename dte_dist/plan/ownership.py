@@ -1,13 +1,15 @@
 """Which source sends a block that several sources hold.
 
 1. What only one source holds, that one sends.
-2. Replicas on a mesh take turns: of the slots that are cut alike, the first block comes from the first of its holders, the next one
-   from the second, and so on, so that the replicas of HSDP share the work of finding and sending changes.
+2. Replicas on a mesh take turns: of the slots that are cut alike, the first block comes from the first of its
+   holders, the next one from the second, and so on, so that the replicas of HSDP share the work of finding
+   and sending changes.
 3. Plain tensors come from the lowest rank. When a channel opens they must have equal bits on all sources, or
    be buffers of ranks that train one module (statistics of a batch); see `sync.replica_check`.
 
-The choice follows from the layouts alone and stays for the life of a channel. Replicas of a trained weight may drift apart in the last
-bit; a choice that changed, to balance load say, would send that drift as if it were training.
+The choice follows from the layouts alone and stays for the life of a channel. Replicas of a trained weight
+may drift apart in the last bit; a choice that changed, to balance load say, would send that drift as if it
+were training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the two ends of a plan need of it: the parts that a sender sends, and where they land on a receiver.
 
-A part is one local tensor of a sender that some receiver needs. It is named after its slot; where a sender holds several regions of one
-slot, each is named after its entry too. Both ends find the same names from the plan alone.
+A part is one local tensor of a sender that some receiver needs. It is named after its slot; where a sender
+holds several regions of one slot, each is named after its entry too. Both ends find the same names from the
+plan alone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class Landing:
     @property
     def is_whole(self) -> bool:
         """True if the receiver's tensor comes from this part alone."""
-        return sum(prod(along.stop - along.start for along in train) for train, _ in self.boxes) == self.block.numel
+        return (
+            sum(prod(along.stop - along.start for along in train) for train, _ in self.boxes)
+            == self.block.numel
+        )
 
 
 def parts_of(plan: Plan, sender: int) -> dict[tuple[str, int], Part]:
@@ -90,10 +94,15 @@ def blocks_of(plan: Plan, receiver: int) -> dict[tuple[str, int], Block]:
     held = plan.held
     mine = held.rank == receiver
     columns = (held.slot[mine].tolist(), held.entry[mine].tolist(), held.block[mine].tolist())
-    return {(plan.slots[slot].name, entry): held.table.blocks[block] for slot, entry, block in zip(*columns, strict=True)}
+    return {
+        (plan.slots[slot].name, entry): held.table.blocks[block]
+        for slot, entry, block in zip(*columns, strict=True)
+    }
 
 
-def landings_of(plan: Plan, sender: int, receiver: int, parts: Mapping[tuple[str, int], Part]) -> list[Landing]:
+def landings_of(
+    plan: Plan, sender: int, receiver: int, parts: Mapping[tuple[str, int], Part]
+) -> list[Landing]:
     """Return where the parts of a sender go on a receiver.
 
     Args:
@@ -111,11 +120,15 @@ def landings_of(plan: Plan, sender: int, receiver: int, parts: Mapping[tuple[str
     boxes: dict[tuple[str, int, int], list[Box]] = {}
     for op in plan.ops_for(sender, receiver):
         boxes.setdefault((op.slot, op.send_entry, op.recv_entry), []).append((op.train_slices, op.inf_slices))
-    return [Landing(parts[slot, entry], home, blocks[slot, home], tuple(found)) for (slot, entry, home), found in boxes.items()]
+    return [
+        Landing(parts[slot, entry], home, blocks[slot, home], tuple(found))
+        for (slot, entry, home), found in boxes.items()
+    ]
 
 
 def elements(block: Block, part: Slices) -> Block | None:
-    """Return what slices of a tensor that holds `block` hold of its slot, as a block; None if there are no such slices.
+    """Return what slices of a tensor that holds `block` hold of its slot, as a block; None if there are no
+    such slices.
 
     Example:
         >>> elements(Block.rectangle((2, 0), (4, 3)), (slice(1, 3), slice(0, 3))).runs

@@ -1,7 +1,9 @@
-"""The copies that bring every receiver up to date, as a sequence that makes each one only when it is looked at.
+"""The copies that bring every receiver up to date, as a sequence that makes each one only when it is looked
+at.
 
-A model has thousands of slots but few different ways in which its blocks meet. Slots whose ops differ in nothing but their entries are one
-`Group`: its ops are columns, and the ops of one slot are those columns under that slot's name.
+A model has thousands of slots but few different ways in which its blocks meet. Slots whose ops differ in
+nothing but their entries are one `Group`: its ops are columns, and the ops of one slot are those columns
+under that slot's name.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class TransferOp:
         send_rank, recv_rank: group ranks; equal where a colocated rank copies from itself.
         slot: name of the slot; of tied names the first.
         train_slices, inf_slices: one slice per dimension of the two local tensors; `()` for 0-dim tensors.
-        send_entry, recv_entry: which of a rank's local tensors, as an index into the entries of its manifest, and so into
-            `Layout.tensors()`: a rank may hold several regions of one slot.
+        send_entry, recv_entry: which of a rank's local tensors, as an index into the entries of its manifest,
+            and so into `Layout.tensors()`: a rank may hold several regions of one slot.
 
     Example:
         >>> op = dte_dist.TransferOp(0, 2, "w", (slice(0, 2), slice(1, 4)), (slice(3, 5), slice(0, 3)))
@@ -198,7 +200,9 @@ class TransferOps(Sequence[TransferOp]):
 
     def _ops(self, slot: int, group: Group, at: int) -> Iterator[TransferOp]:
         name, boxes = self.slots[slot].name, self.boxes.boxes
-        for sender, entry, receiver, home, box in zip(*group.send.columns(at), *group.recv.columns(at), group.box.tolist(), strict=True):
+        for sender, entry, receiver, home, box in zip(
+            *group.send.columns(at), *group.recv.columns(at), group.box.tolist(), strict=True
+        ):
             train, inf = boxes[box]
             yield TransferOp(sender, receiver, name, train, inf, entry, home)
 
@@ -227,7 +231,10 @@ class TransferOps(Sequence[TransferOp]):
 
     def digest(self) -> bytes:
         """Return 16 bytes that differ when the slots or the ops differ, however the ops are grouped."""
-        total, known = hashlib.blake2b(digest_size=16), {id(group): self._content(group) for group in self.groups}
+        total, known = (
+            hashlib.blake2b(digest_size=16),
+            {id(group): self._content(group) for group in self.groups},
+        )
         total.update(repr([(slot.name, slot.shape, slot.dtype) for slot in self.slots]).encode())
         for slot, group, at in self._places:
             content, *entries = known[id(group)]
@@ -240,7 +247,10 @@ class TransferOps(Sequence[TransferOp]):
         """Return the digest of what the slots of a group have in common, and their entries."""
         send, recv = group.send.used(), group.recv.used()
         columns = [send.ranks, recv.ranks, send.row, recv.row]
-        boxes = [[(each.start, each.stop) for part in self.boxes.boxes[box] for each in part] for box in group.box.tolist()]
+        boxes = [
+            [(each.start, each.stop) for part in self.boxes.boxes[box] for each in part]
+            for box in group.box.tolist()
+        ]
         text = repr(([column.tolist() for column in columns], boxes)).encode()
         digest = hashlib.blake2b(text, digest_size=16).digest()
         return digest, np.ascontiguousarray(send.entries), np.ascontiguousarray(recv.entries)
@@ -250,7 +260,10 @@ def _group(slot: int, ops: list[TransferOp], boxes: Boxes) -> Group:
     """Write the ops of one slot as columns, in order of sender, receiver and what they read."""
     ops = sorted(ops, key=_order)
     ends = []
-    for tensors in ([(op.send_rank, op.send_entry) for op in ops], [(op.recv_rank, op.recv_entry) for op in ops]):
+    for tensors in (
+        [(op.send_rank, op.send_entry) for op in ops],
+        [(op.recv_rank, op.recv_entry) for op in ops],
+    ):
         rows = sorted(set(tensors))
         number = {row: at for at, row in enumerate(rows)}
         ranks, entries = np.array(rows, np.int64).T

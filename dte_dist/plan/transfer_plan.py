@@ -1,8 +1,9 @@
 """The public plan: which rank copies which part of which tensor to whom.
 
-Every rank computes the whole plan alone, from the manifests and coordinates of all ranks. The channel itself does not copy by ops: it
-translates positions of flat spaces (see `remap`), which follow from the same `ModelMap`. The plan says the same in a form that can be
-looked at, checked, costed and carried out by other means.
+Every rank computes the whole plan alone, from the manifests and coordinates of all ranks. The channel itself
+does not copy by ops: it translates positions of flat spaces (see `remap`), which follow from the same
+`ModelMap`. The plan says the same in a form that can be looked at, checked, costed and carried out by other
+means.
 """
 
 from __future__ import annotations
@@ -52,9 +53,13 @@ class Held:
     @classmethod
     def of(cls, spaces: Mapping[int, Mapping[int, FlatSpace]], slots: int) -> Held:
         """Collect the pieces of the flat spaces of ranks."""
-        pieces = [(rank, space.pieces) for rank, widths in sorted(spaces.items()) for space in widths.values()]
+        pieces = [
+            (rank, space.pieces) for rank, widths in sorted(spaces.items()) for space in widths.values()
+        ]
         table = pieces[0][1].table if pieces else BlockTable()
-        columns = [np.stack([each.slot, np.full(len(each), rank), each.entry, each.block]) for rank, each in pieces]
+        columns = [
+            np.stack([each.slot, np.full(len(each), rank), each.entry, each.block]) for rank, each in pieces
+        ]
         joined = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
         joined = joined[:, np.argsort(joined[0], kind="stable")]
         slot, rank, entry, block = joined
@@ -78,12 +83,14 @@ class Held:
 class Plan:
     """Say how every element comes from the source that contributes it to every receiver that holds it.
 
-    Of replicas (equal blocks on several sources) one sends, for all receivers and for good; replicas on a mesh take turns, slot by slot
-    (`plan.ownership`). Replicas of a trained weight drift apart in the last bit, so a different one per receiver would give
-    receivers bits that differ, and another one later would send the drift as if it were training.
+    Of replicas (equal blocks on several sources) one sends, for all receivers and for good; replicas on a
+    mesh take turns, slot by slot (`plan.ownership`). Replicas of a trained weight drift apart in the last
+    bit, so a different one per receiver would give receivers bits that differ, and another one later would
+    send the drift as if it were training.
 
     Attributes:
-        ops: a sequence of `TransferOp`, in order of slot, sender and receiver; they are made when they are looked at.
+        ops: a sequence of `TransferOp`, in order of slot, sender and receiver; they are made when they are
+            looked at.
         slots: of the model, sorted by name.
         held: what the receivers hold.
         contributed: by source, bytes on the wire that it contributes; first the root of the broadcast.
@@ -102,13 +109,16 @@ class Plan:
     contributed: Mapping[int, int]
 
     @classmethod
-    def between(cls, sources: Mapping[int, Layout | RankLayout], receivers: Mapping[int, Layout | RankLayout]) -> Plan:
+    def between(
+        cls, sources: Mapping[int, Layout | RankLayout], receivers: Mapping[int, Layout | RankLayout]
+    ) -> Plan:
         """Return the plan from what each rank holds; every rank gets the same.
 
         Args:
             sources: by group rank, first the root of the broadcast.
-            receivers: by group rank; a colocated rank is in both. A `RankLayout` is a manifest and a rank's coordinates, and
-                says besides in which dtypes a source sends (`wire`), or that a receiver asks for some slots only (`partial`).
+            receivers: by group rank; a colocated rank is in both. A `RankLayout` is a manifest and a rank's
+                coordinates, and says besides in which dtypes a source sends (`wire`), or that a receiver asks
+                for some slots only (`partial`).
 
         Raises:
             LayoutMismatch: the layouts do not fit together: names, shapes, dtypes, coverage.
@@ -122,7 +132,9 @@ class Plan:
         if not sources:
             raise ValueError("a plan needs at least one source")
         known: list[Manifest] = []
-        model = ModelMap(*({rank: _holding(each, known) for rank, each in side.items()} for side in (sources, receivers)))
+        model = ModelMap(
+            *({rank: _holding(each, known) for rank, each in side.items()} for side in (sources, receivers))
+        )
         return cls.of(model, next(iter(sources)))
 
     @classmethod
@@ -137,9 +149,16 @@ class Plan:
             >>> plan.digest() == dte_dist.Plan.between({0: layout}, {1: layout}).digest()
             True
         """
-        sent, held = (Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces))
-        sizes = {rank: sum(width * space.numel for width, space in spaces.items()) for rank, spaces in model.source_spaces.items()}
-        return cls(_BlockOverlap(sent, held).ops(model.slots), model.slots, held, {root: sizes.pop(root), **sizes})
+        sent, held = (
+            Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces)
+        )
+        sizes = {
+            rank: sum(width * space.numel for width, space in spaces.items())
+            for rank, spaces in model.source_spaces.items()
+        }
+        return cls(
+            _BlockOverlap(sent, held).ops(model.slots), model.slots, held, {root: sizes.pop(root), **sizes}
+        )
 
     @cached_property
     def _columns(self) -> TransferOps:
@@ -163,8 +182,8 @@ class Plan:
         """Check that the ops cover every element of every receiver exactly once.
 
         Raises:
-            LayoutMismatch: an element is left out or written twice, or what an op writes is outside of its tensor or not of the shape
-                that it reads.
+            LayoutMismatch: an element is left out or written twice, or what an op writes is outside of its
+                tensor or not of the shape that it reads.
 
         Example:
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
@@ -178,12 +197,18 @@ class Plan:
             keys = [row.tobytes() for row in rows]
             for at, slot in enumerate(group.slots.tolist()):
                 left.discard(slot)
-                name, filled = columns.slots[slot].name, zip(recv.ranks.tolist(), recv.entries[at].tolist(), strict=True)
+                name, filled = (
+                    columns.slots[slot].name,
+                    zip(recv.ranks.tolist(), recv.entries[at].tolist(), strict=True),
+                )
                 _same_tensors(name, self._tensors(slot), set(filled))
                 for row, block in enumerate(self.held.block[self.held.at(slot)].tolist()):
                     key = block, keys[row]
                     if key not in tiled:
-                        tiled[key] = _tiles(self.held.table.blocks[block], [columns.boxes.boxes[box] for box in rows[row].tolist()])
+                        tiled[key] = _tiles(
+                            self.held.table.blocks[block],
+                            [columns.boxes.boxes[box] for box in rows[row].tolist()],
+                        )
                     if not tiled[key]:
                         _refuse(name, [int(recv.ranks[row])], "do not cover every element exactly once")
         for slot in sorted(left):
@@ -195,7 +220,8 @@ class Plan:
         return set(zip(self.held.rank[pieces].tolist(), self.held.entry[pieces].tolist(), strict=True))
 
     def digest(self) -> bytes:
-        """Return 16 bytes that differ when plans differ: compare them across ranks before relying on the plan.
+        """Return 16 bytes that differ when plans differ: compare them across ranks before relying on the
+        plan.
 
         Example:
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
@@ -205,7 +231,8 @@ class Plan:
         return self._columns.digest()
 
     def bytes_between(self, send: int, recv: int) -> int:
-        """Return the dense bytes that one rank sends to another, in wire dtypes; 0 if they have nothing in common.
+        """Return the dense bytes that one rank sends to another, in wire dtypes; 0 if they have nothing in
+        common.
 
         Example:
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
@@ -215,10 +242,12 @@ class Plan:
         return self._traffic.get((send, recv), 0)
 
     def busiest_bytes(self, route: RouteName) -> int:
-        """Return the most dense bytes that one rank sends or receives in one sync on a route: a bound, reached if everything changes.
+        """Return the most dense bytes that one rank sends or receives in one sync on a route: a bound,
+        reached if everything changes.
 
-        On "p2p" every sender sends each receiver what that one holds. On "broadcast" the sources send what they contribute to the root, the
-        first of them, and everything goes from there from receiver to receiver. What a rank has itself costs nothing.
+        On "p2p" every sender sends each receiver what that one holds. On "broadcast" the sources send what
+        they contribute to the root, the first of them, and everything goes from there from receiver to
+        receiver. What a rank has itself costs nothing.
 
         Raises:
             ValueError: there is no such route.
@@ -232,7 +261,8 @@ class Plan:
         return max(max(load.values(), default=0) for load in self._loads(route))
 
     def total_bytes(self, route: RouteName) -> int:
-        """Return the most dense bytes that all ranks together send in one sync on a route; otherwise as `busiest_bytes`.
+        """Return the most dense bytes that all ranks together send in one sync on a route; otherwise as
+        `busiest_bytes`.
 
         Raises:
             ValueError: there is no such route.
@@ -253,10 +283,15 @@ class Plan:
             ('broadcast', 'busiest rank 48 B, 96 B over p2p')
         """
         costs = {route: (self.busiest_bytes(route), self.total_bytes(route)) for route in ROUTES}
-        best, other = sorted(ROUTES, key=costs.__getitem__)  # the first of equals is broadcast: fewer messages
+        best, other = sorted(
+            ROUTES, key=costs.__getitem__
+        )  # the first of equals is broadcast: fewer messages
         which = 0 if costs[best][0] != costs[other][0] else 1
         what = ("busiest rank", "all ranks together")[which]
-        return best, f"{what} {format_bytes(costs[best][which])}, {format_bytes(costs[other][which])} over {other}"
+        return (
+            best,
+            f"{what} {format_bytes(costs[best][which])}, {format_bytes(costs[other][which])} over {other}",
+        )
 
     def _loads(self, route: RouteName) -> tuple[Counter[int], Counter[int]]:
         """Return the dense bytes that each rank sends, and those that each receives."""
@@ -273,11 +308,15 @@ class Plan:
         """Return the bytes from rank to rank when the root gathers and a chain of receivers passes on."""
         root, everything = next(iter(self.contributed)), sum(self.contributed.values())
         line = [root, *sorted(set(self.held.rank.tolist()) - {root})]
-        return {(source, root): nbytes for source, nbytes in self.contributed.items()} | dict.fromkeys(pairwise(line), everything)
+        return {(source, root): nbytes for source, nbytes in self.contributed.items()} | dict.fromkeys(
+            pairwise(line), everything
+        )
 
 
 class _BlockOverlap:
-    """The ops between what sources contribute and receivers hold: each pair of blocks is looked at once, if its bounds meet."""
+    """The ops between what sources contribute and receivers hold: each pair of blocks is looked at once, if
+    its bounds meet.
+    """
 
     def __init__(self, sent: Held, held: Held) -> None:
         self._sent, self._held, self._boxes = sent, held, Boxes()
@@ -288,7 +327,9 @@ class _BlockOverlap:
         alike: dict[tuple[bytes, bytes], list[int]] = {}
         for slot in range(len(slots)):
             alike.setdefault((self._sent.key(slot), self._held.key(slot)), []).append(slot)
-        return TransferOps(slots, [self._group(np.array(same, np.int64)) for same in alike.values()], self._boxes)
+        return TransferOps(
+            slots, [self._group(np.array(same, np.int64)) for same in alike.values()], self._boxes
+        )
 
     def _group(self, slots: np.ndarray) -> Group:
         here, there = self._sent.at(int(slots[0])), self._held.at(int(slots[0]))
@@ -302,9 +343,13 @@ class _BlockOverlap:
         return Group(slots, send, recv, np.array(list(chain.from_iterable(found)), np.int64))
 
     def _between(self, a: int, b: int) -> range:
-        """Return the numbers of the pairs of slices by which block `a` of a source becomes block `b` of a receiver."""
+        """Return the numbers of the pairs of slices by which block `a` of a source becomes block `b` of a
+        receiver.
+        """
         if (a, b) not in self._known:
-            self._known[a, b] = self._boxes.add(_boxes(self._sent.table.blocks[a], self._held.table.blocks[b]))
+            self._known[a, b] = self._boxes.add(
+                _boxes(self._sent.table.blocks[a], self._held.table.blocks[b])
+            )
         return self._known[a, b]
 
 
@@ -318,7 +363,9 @@ def _boxes(a: Block, b: Block) -> list[Box]:
 
 
 def _bounds(blocks: Sequence[Block]) -> np.ndarray:
-    """Return int64[2, blocks, dimensions]: where the runs of each block begin and end; [0, 1) for dimensions it has not."""
+    """Return int64[2, blocks, dimensions]: where the runs of each block begin and end; [0, 1) for dimensions
+    it has not.
+    """
     bounds = np.zeros((2, len(blocks), max((len(block.runs) for block in blocks), default=0)), np.int64)
     bounds[1] = 1
     for number, block in enumerate(blocks):
@@ -329,7 +376,11 @@ def _bounds(blocks: Sequence[Block]) -> np.ndarray:
 
 def _holding(given: Layout | RankLayout, known: list[Manifest]) -> RankLayout:
     """Return what a rank holds; of equal manifests the first one stands for all, which saves work."""
-    holding = RankLayout(given.manifest, given.coordinates, partial=given.is_partial) if isinstance(given, Layout) else given
+    holding = (
+        RankLayout(given.manifest, given.coordinates, partial=given.is_partial)
+        if isinstance(given, Layout)
+        else given
+    )
     same = next((each for each in known if each is holding.manifest or each == holding.manifest), None)
     if same is None:
         known.append(holding.manifest)
@@ -342,19 +393,31 @@ def _tiles(block: Block, boxes: Sequence[Box]) -> bool:
     shapes = [[tuple(each.stop - each.start for each in part) for part in box] for box in boxes]
     if any(len(inf) != len(block.shape) for _, inf in shapes):
         return False
-    inside = all(0 <= each.start < each.stop <= size for _, part in boxes for each, size in zip(part, block.shape, strict=True))
+    inside = all(
+        0 <= each.start < each.stop <= size
+        for _, part in boxes
+        for each, size in zip(part, block.shape, strict=True)
+    )
     if not inside or any(train != inf for train, inf in shapes):
         return False
-    filled = [Block.rectangle([each.start for each in part], shape) for (_, part), (_, shape) in zip(boxes, shapes, strict=True)]
+    filled = [
+        Block.rectangle([each.start for each in part], shape)
+        for (_, part), (_, shape) in zip(boxes, shapes, strict=True)
+    ]
     return sum(each.numel for each in filled) == block.numel and disjoint(filled)
 
 
 def _same_tensors(slot: str, held: set[tuple[int, int]], filled: set[tuple[int, int]]) -> None:
     """Refuse ops that leave out a tensor of a receiver, or are for one that it has not."""
-    for tensors, what in ((held - filled, "leave out a tensor"), (filled - held, "are for a tensor that is not there")):
+    for tensors, what in (
+        (held - filled, "leave out a tensor"),
+        (filled - held, "are for a tensor that is not there"),
+    ):
         if tensors:
             _refuse(slot, sorted({rank for rank, _ in tensors}), what)
 
 
 def _refuse(slot: str, ranks: Sequence[int], what: str) -> NoReturn:
-    raise LayoutMismatch(f"the ops of a plan {what}", tensor=slot, ranks=ranks, hint="take all ops of Plan.between, each once")
+    raise LayoutMismatch(
+        f"the ops of a plan {what}", tensor=slot, ranks=ranks, hint="take all ops of Plan.between, each once"
+    )

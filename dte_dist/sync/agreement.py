@@ -1,10 +1,14 @@
-"""What ranks agree on before a channel opens: each learns what every other holds, and all come to the same plan or the same error.
+"""What ranks agree on before a channel opens: each learns what every other holds, and all come to the same
+plan or the same error.
 
 1.   Each rank describes its modules and options in bytes (`describe`).
-2. o Their digests go round in one row per rank, with the sizes. If a rank could not describe itself, all raise its error.
-3. o Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer cost one message.
+2. o Their digests go round in one row per rank, with the sizes. If a rank could not describe itself, all
+     raise its error.
+3. o Each distinct description is sent once, by the lowest rank that has it; a thousand ranks of one trainer
+     cost one message.
 4. o The coordinates of each rank on its meshes go round: they tell a rank's block from its neighbour's.
-5.   Every rank builds the same `ModelMap` from them, and derives everything else; or finds the same thing wrong with them.
+5.   Every rank builds the same `ModelMap` from them, and derives everything else; or finds the same thing
+     wrong with them.
 6. o A row with the digests of these, before anyone makes groups by them and waits for the other members
      (`compare_plans`).
 
@@ -64,7 +68,8 @@ class Agreement:
         model: slots and flat spaces.
         sources, receivers: group ranks; the root is the first source.
         schema: 63-bit hash of the model map; every frame carries it.
-        backend: for the data: "nccl" if the group has it and the tensors of all ranks are on GPUs, else "gloo".
+        backend: for the data: "nccl" if the group has it and the tensors of all ranks are on GPUs, else
+            "gloo".
     """
 
     model: ModelMap
@@ -79,7 +84,12 @@ class Agreement:
         return self.sources[0]
 
 
-def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | None, options: ChannelOptions, backends: str) -> Described:
+def describe(
+    module: torch.nn.Module | Layout,
+    into: torch.nn.Module | Layout | None,
+    options: ChannelOptions,
+    backends: str,
+) -> Described:
     """Describe what this rank holds and wants; `backends` are those of the user's group, by device.
 
     Raises:
@@ -88,7 +98,9 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
     """
     layout = layout_of(module, options)
     other = None if into is None else layout_of(into, options)
-    devices = tuple(each.read().device for each in (layout, other) if each is not None and each.manifest.entries)
+    devices = tuple(
+        each.read().device for each in (layout, other) if each is not None and each.manifest.entries
+    )
     head = {
         "options": options.shared(),
         "wire": wire_types(options.wire_dtype, layout.manifest),
@@ -96,7 +108,11 @@ def describe(module: torch.nn.Module | Layout, into: torch.nn.Module | Layout | 
         "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
         "trained": [layout.is_trained(), other is not None and other.is_trained()],
     }
-    parts = [json.dumps(head, sort_keys=True).encode(), layout.manifest.to_bytes(), b"" if other is None else other.manifest.to_bytes()]
+    parts = [
+        json.dumps(head, sort_keys=True).encode(),
+        layout.manifest.to_bytes(),
+        b"" if other is None else other.manifest.to_bytes(),
+    ]
     data = np.array([len(part) for part in parts], np.int64).tobytes() + b"".join(parts)
     coordinates = [number for each in (layout, other) if each is not None for number in _flatten(each)]
     return Described(layout, other, data, tuple(coordinates), devices)
@@ -111,7 +127,8 @@ def agree(control: Communicator, mine: Described | None, error: Exception | None
         error: why it failed.
 
     Raises:
-        AgreedError: with the error of the lowest rank that could not describe itself; or with a `LayoutMismatch`.
+        AgreedError: with the error of the lowest rank that could not describe itself; or with a
+            `LayoutMismatch`.
         PeerLost: a rank did not answer.
         DamagedRow: what a rank said came damaged to this one.
     """
@@ -190,22 +207,34 @@ def _plan(described: Sequence[Description], places: Sequence[list[int]], digests
     coordinates = [_unflatten(said, numbers, rank) for rank, (said, numbers) in said_of]
     named = described[0].options["src"]
     sources = tuple(named) if named is not None else _connected(described, coordinates)
-    receivers = tuple(rank for rank, said in enumerate(described) if rank not in sources or said.into is not None)
+    receivers = tuple(
+        rank for rank, said in enumerate(described) if rank not in sources or said.into is not None
+    )
     if named is None:
         _refuse_to_overwrite(described, sources[0], receivers)
     if not receivers:
-        hint = "add rollout ranks to the group, name the trainers with src=, or pass into= on ranks that are both"
+        hint = (
+            "add rollout ranks to the group, name the trainers with src=, or pass "
+            "into= on ranks that are both"
+        )
         raise LayoutMismatch("every rank of the group is a source, none receives", ranks=sources, hint=hint)
-    holdings = {rank: RankLayout(described[rank].manifest, coordinates[rank][0], described[rank].wire) for rank in sources}
+    holdings = {
+        rank: RankLayout(described[rank].manifest, coordinates[rank][0], described[rank].wire)
+        for rank in sources
+    }
     targets = {}
     for rank in receivers:
         said = described[rank]
-        manifest, place = (said.manifest, coordinates[rank][0]) if said.into is None else (said.into, coordinates[rank][1])
+        manifest, place = (
+            (said.manifest, coordinates[rank][0]) if said.into is None else (said.into, coordinates[rank][1])
+        )
         targets[rank] = RankLayout(manifest, place, partial=said.partial)
     roles = np.array([*sources, -1, *receivers, -1, *(n for place in places for n in place)], np.int64)
     hashed = hashlib.blake2b(digests + roles.tobytes(), digest_size=8).digest()
     backend = "nccl" if all(said.nccl for said in described) else "gloo"
-    return Agreement(ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1, backend)
+    return Agreement(
+        ModelMap(holdings, targets), sources, receivers, int.from_bytes(hashed, "little") >> 1, backend
+    )
 
 
 def _check_options(described: Sequence[Description]) -> None:
@@ -215,7 +244,9 @@ def _check_options(described: Sequence[Description]) -> None:
             first = described[0].options[name]
             if value != first:
                 hint = f"pass the same {name}= on every rank"
-                raise LayoutMismatch(f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, hint=hint)
+                raise LayoutMismatch(
+                    f"{name} differs between ranks", ranks=[0, rank], expected=first, got=value, hint=hint
+                )
 
 
 def _check_names(names: Sequence[str | None]) -> None:
@@ -239,7 +270,9 @@ def _refuse_to_overwrite(described: Sequence[Description], root: int, receivers:
 
 
 def _connected(described: Sequence[Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
-    """Return the ranks that share a mesh with rank 0, directly or through others; rank 0 alone if it has none."""
+    """Return the ranks that share a mesh with rank 0, directly or through others; rank 0 alone if it has
+    none.
+    """
     meshes = [
         {mesh.ranks for mesh, place in zip(said.manifest.meshes, where[0], strict=True) if place is not None}
         for said, where in zip(described, coordinates, strict=True)
@@ -279,7 +312,9 @@ def _unflatten(
             if not inside and set(place) != {-1}:
                 what = "a rank is at no place of a mesh"
                 hint = "run the same version of dte_dist on every rank"
-                raise LayoutMismatch(what, ranks=[rank], expected=f"within {mesh.shape}", got=place, hint=hint)
+                raise LayoutMismatch(
+                    what, ranks=[rank], expected=f"within {mesh.shape}", got=place, hint=hint
+                )
             places.append(place if inside else None)
         both.append(tuple(places))
     return both

@@ -21,8 +21,9 @@ THREAD_NAME: Final = "dte_dist sync"
 class DeltaWork(dist.Work):
     """A sync on its way, like the `Work` of c10d.
 
-    When the call that returned it has returned, the bits to send are safe: the optimizer may step. On receivers, the
-    weights change at some moment before `wait` returns; then they may be used on any stream.
+    When the call that returned it has returned, the bits to send are safe: the optimizer may step. On
+        receivers, the weights change at some moment before `wait` returns; then they may be used on any
+        stream.
 
     Args:
         run: the sync, which `start` begins.
@@ -44,7 +45,8 @@ class DeltaWork(dist.Work):
         self._thread = threading.Thread(target=self._run, args=(run, streams), name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
-        """Begin, in a thread of its own; once only. An interrupt may leave it unclear whether it began: `ended` tells.
+        """Begin, in a thread of its own; once only. An interrupt may leave it unclear whether it began:
+        `ended` tells.
 
         Example:
             >>> work = dte_dist.DeltaWork(lambda: "done")  # `delta_broadcast` begins the work that it returns
@@ -55,7 +57,8 @@ class DeltaWork(dist.Work):
         self._thread.start()
 
     def ended(self, timeout: float | None = None) -> bool:
-        """Return whether the sync has ended, well or not, or was never begun; wait for it at most so many seconds.
+        """Return whether the sync has ended, well or not, or was never begun; wait for it at most so many
+        seconds.
 
         Example:
             >>> work = dte_dist.delta_broadcast(model, async_op=True)
@@ -113,7 +116,8 @@ class DeltaWork(dist.Work):
         """Wait for the end and return the `SyncReport`.
 
         Args:
-            timeout: at most so long (timedelta, or seconds); None waits for the channel's own timeouts. The sync goes on after it.
+            timeout: at most so long (timedelta, or seconds); None waits for the channel's own timeouts. The
+                sync goes on after it.
 
         Raises:
             TimeoutError: it has not ended in this time.

@@ -1,8 +1,8 @@
 """A channel: one module over one group on this rank, and what it holds between syncs.
 
-A call prepares a sync in the caller's thread and runs the rest there too, or in the background. Errors that all ranks share
-leave the channel as it was. A lost peer (`PeerLost`) breaks it: its groups are closed, which wakes the others, and what
-this rank holds is kept for the next channel of the module.
+A call prepares a sync in the caller's thread and runs the rest there too, or in the background. Errors that
+all ranks share leave the channel as it was. A lost peer (`PeerLost`) breaks it: its groups are closed, which
+wakes the others, and what this rank holds is kept for the next channel of the module.
 """
 
 from __future__ import annotations
@@ -70,14 +70,19 @@ class Channel:
         rank: in the group.
         watch: of its waits.
         broken: why it can no longer be used; None while it can.
-        in_step: False from the beginning of a sync until it ended on all ranks alike. Where an interrupt left it False, this rank no
-            longer knows what the others wait for, and the channel is broken by `abort`.
+        in_step: False from the beginning of a sync until it ended on all ranks alike. Where an interrupt left
+            it False, this rank no longer knows what the others wait for, and the channel is broken by
+            `abort`.
     """
 
     def __init__(
-        self, options: ChannelOptions, parts: ChannelState, watch: Watch, wires: Sequence[Communicator],
+        self,
+        options: ChannelOptions,
+        parts: ChannelState,
+        watch: Watch,
+        wires: Sequence[Communicator],
         devices: Collection[torch.device],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.options, self.parts, self.devices = options, parts, devices
         self.rank = parts.control.rank
         self.broken: str | None = None
@@ -87,7 +92,9 @@ class Channel:
 
     def close(self, why: str = "it was closed") -> None:
         """Leave the channel on purpose; the other ranks open a new one when they sync next."""
-        if self.broken is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
+        if (
+            self.broken is None and os.getpid() == self._pid
+        ):  # a forked child has the connections, but they are its parent's
             self.watch.board.leave(self.rank)
             self.drop(why)
 
@@ -106,7 +113,9 @@ class Channel:
             self.watch.say_last(RuntimeError(why))
         self.drop(why)
 
-    def prepare(self, call_options: CallOptions, begin: float, *, check: Callable[[], None], background: bool = False) -> PreparedSync:
+    def prepare(
+        self, call_options: CallOptions, begin: float, *, check: Callable[[], None], background: bool = False
+    ) -> PreparedSync:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
@@ -129,14 +138,21 @@ class Channel:
             chosen = self.parts.routes.choose(call_options.route)
             route = self.parts.routes[chosen[0]]
             if source is not None:
-                version, selector = call_options.version or source.state.version + 1, call_options.selector(self.parts.speed.bytes_per_second)
-                source.prepare(version, bool(reason), phases, call_options.detector, route.lanes, selector=selector)
+                version, selector = (
+                    call_options.version or source.state.version + 1,
+                    call_options.selector(self.parts.speed.bytes_per_second),
+                )
+                source.prepare(
+                    version, bool(reason), phases, call_options.detector, route.lanes, selector=selector
+                )
             if receiver is not None:
                 receiver.begin(route.index_maps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
         row = self._row(error, call_options.version, reason, call_options.mode == "full")
-        return PreparedSync(replace(row, route=ROUTES.index(chosen[0])), error, phases, begin, chosen, background)
+        return PreparedSync(
+            replace(row, route=ROUTES.index(chosen[0])), error, phases, begin, chosen, background
+        )
 
     def verify(self) -> VerifyReport:
         """Compare what receivers hold with what sources believe they hold; all ranks of the group must call.
@@ -172,12 +188,16 @@ class Channel:
     def _meet(self, sync: Sync, call: Callable[[], _T]) -> _T:
         """Run a meeting of all ranks, and see to what it leaves behind."""
         if self.broken is not None:
-            raise ChannelClosed(f"the channel is closed: {self.broken}", hint="call again; a new channel opens")
+            raise ChannelClosed(
+                f"the channel is closed: {self.broken}", hint="call again; a new channel opens"
+            )
         try:
             with self.watch:
                 report = call()
         except AgreedError as agreed:
-            if isinstance(agreed.error, PeerLost):  # of something else; but whoever gets one takes the channel for broken
+            if isinstance(
+                agreed.error, PeerLost
+            ):  # of something else; but whoever gets one takes the channel for broken
                 raise self._break(agreed.error) from agreed.error
             self.in_step = True
             raise agreed.error from agreed.error.__cause__
@@ -204,11 +224,16 @@ class Channel:
             ChannelClosed: on this process alone, which is no rank.
         """
         if os.getpid() != self._pid:
-            hint = "sync in the process that opened the channel; start workers that are to sync by spawn, not fork"
+            hint = (
+                "sync in the process that opened the channel; start workers that are to "
+                "sync by spawn, not fork"
+            )
             raise ChannelClosed("the channel belongs to the process that this one was forked from", hint=hint)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Break the channel if a sync on this rank was left halfway, so that the others do not wait for it."""
+        """Break the channel if a sync on this rank was left halfway, so that the others do not wait for
+        it.
+        """
         if not self.in_step and self.broken is None:
             self._break(error or RuntimeError("an earlier call was interrupted"))
 
@@ -218,13 +243,17 @@ class Channel:
             return 0
         state, anchor = self.parts.source.state, self.options.anchor_interval
         if state.version == NONE:
-            return REASONS.index("first sync" if state.newest == NONE else "no version since a sync broke off")
+            return REASONS.index(
+                "first sync" if state.newest == NONE else "no version since a sync broke off"
+            )
         if mode == "full":
             return REASONS.index("mode")
         return REASONS.index("anchor") if anchor is not None and state.deltas >= anchor else 0
 
     def _seed_reason(self, asked: bool) -> int:
-        """Return why this receiver is to be seeded, as a number of `SEED_REASONS`; 0 if its version tells all there is to say."""
+        """Return why this receiver is to be seeded, as a number of `SEED_REASONS`; 0 if its version tells all
+        there is to say.
+        """
         receiver = self.parts.receiver
         if receiver is None or (receiver.state.version != NONE and not asked):
             return 0
@@ -233,15 +262,22 @@ class Channel:
     def _row(self, error: Exception | None, version: int | None, reason: int, asked: bool) -> ControlRow:
         source, receiver = self.parts.source, self.parts.receiver
         return ControlRow(
-            failed=int(error is not None), is_source=int(source is not None), is_receiver=int(receiver is not None),
-            source_version=source.state.version if source else NONE, source_lineage=source.state.lineage if source else 0,
-            receiver_version=receiver.state.version if receiver else NONE, receiver_lineage=receiver.state.lineage if receiver else 0,
+            failed=int(error is not None),
+            is_source=int(source is not None),
+            is_receiver=int(receiver is not None),
+            source_version=source.state.version if source else NONE,
+            source_lineage=source.state.lineage if source else 0,
+            receiver_version=receiver.state.version if receiver else NONE,
+            receiver_lineage=receiver.state.lineage if receiver else 0,
             newest=max(state.state.newest for state in (source, receiver) if state is not None),
             aborted=int(source is not None and source.state.aborted),
             seed_reason=self._seed_reason(asked),
-            requested_version=version if error is None and version is not None else NONE, full=int(reason > 0), reason=reason,
-            proposed_lineage=secrets.randbits(62) + 1, changed=source.changed if source else 0,
-        )  # fmt: skip
+            requested_version=version if error is None and version is not None else NONE,
+            full=int(reason > 0),
+            reason=reason,
+            proposed_lineage=secrets.randbits(62) + 1,
+            changed=source.changed if source else 0,
+        )
 
     def _forget(self) -> None:
         """Forget what was prepared and staged; committed or not, it is of no more use."""
@@ -251,7 +287,9 @@ class Channel:
             try:
                 self.parts.source.rollback()
             except Exception:  # what the sync raises is the same on all ranks, and this is not; the next one says why it is full
-                _log.exception("the snapshot cannot be put back to what the receivers hold: the next sync is full")
+                _log.exception(
+                    "the snapshot cannot be put back to what the receivers hold: the next sync is full"
+                )
 
     def _break(self, error: BaseException) -> DeltaError:
         """Close the channel and return the error that all survivors raise."""

@@ -1,8 +1,8 @@
 """The control round: one row per rank, from which every rank takes the same decision.
 
-A row says who the rank is, what it holds and what it wants. `decide` is a pure function of all rows, so no rank has to be told
-what the others do. A rank that has failed says so in its row, and takes part in the round all the same: that is how its error
-reaches everyone.
+A row says who the rank is, what it holds and what it wants. `decide` is a pure function of all rows, so no
+rank has to be told what the others do. A rank that has failed says so in its row, and takes part in the round
+all the same: that is how its error reaches everyone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "Decision",
     "common_version",
     "decide",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class ControlRow:
         receiver_lineage: lineage that the copy follows.
         newest: highest version this rank ever held, dirty since or not.
         aborted: 1 on a source whose last sync broke off, see `VersionState`.
-        seed_reason: why a receiver gave up its version, a number of `SEED_REASONS`; 0 if there is nothing to say.
+        seed_reason: why a receiver gave up its version, a number of `SEED_REASONS`; 0 if there is nothing to
+            say.
         requested_version: version that the caller asked for, or NONE.
         full: 1 if the source has prepared a full sync.
         reason: why it is full, a number of `REASONS`.
@@ -100,17 +101,25 @@ REASONS: Final = ("", "first sync", "mode", "anchor", "no version since a sync b
 
 WRITTEN, OTHER_CHANNEL, INVALIDATED, ASKED, DIFFERENT = range(1, 6)
 SEED_REASONS: Final = (
-    "", "its weights were written to by others", "another channel wrote to its weights", "dte_dist.invalidate was called for it",
-    'it asked for mode="full"', "a verification found other bits",
-)  # fmt: skip
+    "",
+    "its weights were written to by others",
+    "another channel wrote to its weights",
+    "dte_dist.invalidate was called for it",
+    'it asked for mode="full"',
+    "a verification found other bits",
+)
 """Why a receiver gave up its version."""
 
 
 def common_version(rows: Sequence[ControlRow]) -> tuple[int, tuple[int, ...]]:
-    """Return the version that all sources hold, NONE if there is none, and the group ranks of the receivers that hold it too."""
+    """Return the version that all sources hold, NONE if there is none, and the group ranks of the receivers
+    that hold it too.
+    """
     states = {(row.source_version, row.source_lineage) for row in rows if row.is_source}
     version, lineage = states.pop() if len(states) == 1 else (NONE, 0)
-    return version, tuple(rank for rank, row in enumerate(rows) if row.is_receiver and _follows(row, version, lineage))
+    return version, tuple(
+        rank for rank, row in enumerate(rows) if row.is_receiver and _follows(row, version, lineage)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +145,9 @@ class Decision:
     reason: str
 
     def seed_written(self, written: Sequence[int]) -> Decision:
-        """Return what all do if somebody wrote to the copies of some followers meanwhile: these are seeded in this sync."""
+        """Return what all do if somebody wrote to the copies of some followers meanwhile: these are seeded in
+        this sync.
+        """
         gone = [rank for rank in self.followers if rank in written]
         if not gone:
             return self
@@ -160,44 +171,73 @@ def decide(rows: Sequence[ControlRow], root: int) -> Decision:
     """
     sources = [rank for rank, row in enumerate(rows) if row.is_source]
     receivers = [rank for rank, row in enumerate(rows) if row.is_receiver]
-    # A source that was asked for mode="full" has given up its version on purpose: the others say which one they hold.
+    # A source that was asked for mode="full" has given up its version on purpose: the others say which one
+    # they hold.
     asked = REASONS.index("mode")
-    states = {(rows[rank].source_version, rows[rank].source_lineage) for rank in sources if rows[rank].reason != asked} or {(NONE, 0)}
+    states = {
+        (rows[rank].source_version, rows[rank].source_lineage)
+        for rank in sources
+        if rows[rank].reason != asked
+    } or {(NONE, 0)}
     full = len(states) > 1 or any(rows[rank].full for rank in sources)
     base, lineage = (NONE, 0) if len(states) > 1 else next(iter(states))
     followers = () if full else tuple(r for r in receivers if _follows(rows[r], base, lineage))
     seeded = tuple(rank for rank in receivers if rank not in followers)
-    newest = base if followers else max(max(row.newest, row.source_version, row.receiver_version) for row in rows)
+    newest = (
+        base if followers else max(max(row.newest, row.source_version, row.receiver_version) for row in rows)
+    )
     version = _version(rows, newest)
     is_new = (not followers and base == NONE) or any(rows[rank].aborted for rank in sources)
     next_lineage = rows[root].proposed_lineage if is_new else lineage
-    reason = "sources hold different versions" if len(states) > 1 else _reason(rows, followers, seeded, base, lineage)
+    reason = (
+        "sources hold different versions"
+        if len(states) > 1
+        else _reason(rows, followers, seeded, base, lineage)
+    )
     return Decision(version, base, lineage, next_lineage, followers, seeded, reason)
 
 
 def _follows(row: ControlRow, base: int, lineage: int) -> bool:
-    return base != NONE and not row.seed_reason and row.receiver_version == base and row.receiver_lineage == lineage
+    return (
+        base != NONE
+        and not row.seed_reason
+        and row.receiver_version == base
+        and row.receiver_lineage == lineage
+    )
 
 
 def _version(rows: Sequence[ControlRow], newest: int) -> int:
     sources = {row.requested_version: rank for rank, row in enumerate(rows) if row.is_source}
-    wanted = sources | {row.requested_version: rank for rank, row in enumerate(rows) if row.requested_version != NONE}
+    wanted = sources | {
+        row.requested_version: rank for rank, row in enumerate(rows) if row.requested_version != NONE
+    }
     if len(sources) > 1 or len(wanted) > 1:
         said = ", ".join(f"{'none' if v == NONE else v} on rank {r}" for v, r in sorted(wanted.items()))
         hint = "pass the same version= on every source; receivers may leave it out"
-        raise VersionError("version= differs between ranks", ranks=sorted(wanted.values()), got=said, hint=hint)
+        raise VersionError(
+            "version= differs between ranks", ranks=sorted(wanted.values()), got=said, hint=hint
+        )
     version = next(iter(wanted))
     if version == NONE:
         version = max(newest, 0) + 1
     if version <= newest:
         hint = f"leave version= out, or pass a version above {newest}"
-        raise VersionReplay("the version is not newer than the one that is held", expected=f"> {newest}", got=version, hint=hint)
+        raise VersionReplay(
+            "the version is not newer than the one that is held",
+            expected=f"> {newest}",
+            got=version,
+            hint=hint,
+        )
     if version >= 1 << 62:
-        raise VersionError("the version does not fit", expected="< 2^62", got=version, hint="count versions from 1")
+        raise VersionError(
+            "the version does not fit", expected="< 2^62", got=version, hint="count versions from 1"
+        )
     return version
 
 
-def _reason(rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequence[int], base: int, lineage: int) -> str:
+def _reason(
+    rows: Sequence[ControlRow], followers: Sequence[int], seeded: Sequence[int], base: int, lineage: int
+) -> str:
     """Say why receivers are seeded."""
     if not seeded:
         return ""

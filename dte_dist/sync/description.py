@@ -1,8 +1,8 @@
 """Descriptions taken apart again: what another rank said of itself, checked before anything of it is used.
 
 A description is three int64 lengths and three parts: JSON, the manifest of the module, and the manifest of
-`into` or nothing. All ranks read the same bytes (`Communicator.share` guards them), so what is wrong with them is the
-same error on every rank.
+`into` or nothing. All ranks read the same bytes (`Communicator.share` guards them), so what is wrong with
+them is the same error on every rank.
 """
 
 from __future__ import annotations
@@ -128,10 +128,11 @@ def _check_options(said: Any, size: int) -> None:
         raise ValueError("its options are others")
     sources, timeout = said["src"], said["timeout"]
     if sources is not None and not (
-        isinstance(sources, list) and sources
+        isinstance(sources, list)
+        and sources
         and all(type(rank) is int and 0 <= rank < size for rank in sources)
         and len(set(sources)) == len(sources)
-    ):  # fmt: skip
+    ):
         raise ValueError(f"its sources are not different ranks of a group of {size}")
     if type(timeout) not in (int, float):
         raise ValueError("its timeout is no number")

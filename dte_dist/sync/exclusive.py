@@ -1,12 +1,15 @@
-"""One call at a time for each module: what two threads of a rank call at once on one module happens one after the other.
+"""One call at a time for each module: what two threads of a rank call at once on one module happens one after
+the other.
 
-A channel's groups carry one sync at a time, so a second call must not begin before the first has ended, nor may a channel be closed or
-verified in between. The n-th call on one rank meets the n-th call on the others, whichever threads they come from: where calls differ in
-their arguments, it is for the caller to order them.
+A channel's groups carry one sync at a time, so a second call must not begin before the first has ended, nor
+may a channel be closed or verified in between. The n-th call on one rank meets the n-th call on the others,
+whichever threads they come from: where calls differ in their arguments, it is for the caller to order them.
 
-1. A call joins the queue of each module that it uses, in one order for all: two calls that share two modules do not wait for each other.
+1. A call joins the queue of each module that it uses, in one order for all: two calls that share two modules
+   do not wait for each other.
 2. It goes on when nobody is before it, and is over when it ends, well or not.
-3. A queue keeps nobody alive. An interrupt, at any line, that takes a call away before it could say that it is over blocks nobody.
+3. A queue keeps nobody alive. An interrupt, at any line, that takes a call away before it could say that it
+   is over blocks nobody.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 @contextmanager
 def exclusive(*modules: Any) -> Iterator[None]:
-    """Wait until no other thread is in a call on any of these modules; None and what is no module are left out.
+    """Wait until no other thread is in a call on any of these modules; None and what is no module are left
+    out.
 
     Raises:
         ValueError: this thread is in such a call itself.
@@ -84,9 +88,13 @@ def exclusive(*modules: Any) -> Iterator[None]:
 
 def _wait(queue: Queue, mine: _Call) -> None:
     """Join a queue and wait for the turn."""
-    if any(call is not None and not call.over and call.thread is mine.thread for call in [place() for place in queue]):
+    if any(
+        call is not None and not call.over and call.thread is mine.thread
+        for call in [place() for place in queue]
+    ):
         raise ValueError(
-            "a call on this module is running in this thread: a detector, an option function or a signal handler cannot make another"
+            "a call on this module is running in this thread: a detector, an option function or a "
+            "signal handler cannot make another"
         )
     queue.append(weakref.ref(mine))  # one operation, as is what `_before` does: threads need no lock
     while (ended := _before(queue, mine)) is not None:
@@ -94,7 +102,9 @@ def _wait(queue: Queue, mine: _Call) -> None:
 
 
 def _before(queue: Queue, mine: _Call) -> threading.Event | None:
-    """Return what is set when the call that has the turn ends; None if it is this one. Whoever is gone is taken out."""
+    """Return what is set when the call that has the turn ends; None if it is this one. Whoever is gone is
+    taken out.
+    """
     while True:
         place = queue[0]
         call = place()

@@ -2,12 +2,15 @@
 
 A lane is one stream of frames that some receivers get. Every frame covers one chunk of the lane's space.
 
-* `BroadcastLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the changes are found.
-* `P2PLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver have in common
-  (`plan.intersections`). Changes are translated into every lane; their frames are made when all are known. A lane for receivers that hold
-  all that the source has needs no translation: its frames are made as on the broadcast route.
+* `BroadcastLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the
+  changes are found.
+* `P2PLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver
+  have in common (`plan.intersections`). Changes are translated into every lane; their frames are made when
+  all are known. A lane for receivers that hold all that the source has needs no translation: its frames are
+  made as on the broadcast route.
 
-Neighbouring segments of like density are written as one (`sync.segments`). By the time that a change is written, the snapshot has
+Neighbouring segments of like density are written as one (`sync.segments`). By the time that a change is
+written, the snapshot has
 taken it over: so a segment that is sent whole is what the snapshot holds.
 
 The order of frames is that of lanes, then chunks: it is the order of the sizes in a control row.
@@ -56,7 +59,9 @@ class FrameBuilder(ABC):
 
     @abstractmethod
     def add(self, width: int, changed: Changed) -> None:
-        """Add what changed in some segments of one chunk of the source's own space, in order; it is copied."""
+        """Add what changed in some segments of one chunk of the source's own space, in order; it is
+        copied.
+        """
 
     @abstractmethod
     def collect(self) -> list[Tensor]:
@@ -73,7 +78,13 @@ class Lanes(ABC):
     chunks: Sequence[tuple[int, Chunk]]
 
     @abstractmethod
-    def builder(self, step: SyncStep, known: Snapshot, selector: CodecSelector = FAST, history: PreviousDelta | None = None) -> FrameBuilder:
+    def builder(
+        self,
+        step: SyncStep,
+        known: Snapshot,
+        selector: CodecSelector = FAST,
+        history: PreviousDelta | None = None,
+    ) -> FrameBuilder:
         """Return an empty frame builder for a delta that makes `step`, on top of what is known.
 
         Args:
@@ -100,8 +111,16 @@ class BroadcastLanes(Lanes):
         self._source, self._count = source, len(chunks)
         self.chunks = [(0, chunk) for chunk in chunks]
 
-    def builder(self, step: SyncStep, known: Snapshot, selector: CodecSelector = FAST, history: PreviousDelta | None = None) -> FrameBuilder:
-        return _DirectBuilder(self._source, [chunk for _, chunk in self.chunks], step, known, selector, history=history)
+    def builder(
+        self,
+        step: SyncStep,
+        known: Snapshot,
+        selector: CodecSelector = FAST,
+        history: PreviousDelta | None = None,
+    ) -> FrameBuilder:
+        return _DirectBuilder(
+            self._source, [chunk for _, chunk in self.chunks], step, known, selector, history=history
+        )
 
     def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
         writer = FrameWriter(step.frame_head(self._source, self._count, chunk), known.device)
@@ -112,7 +131,14 @@ class BroadcastLanes(Lanes):
 
 class _DirectBuilder(FrameBuilder):
     def __init__(
-        self, source: int, chunks: Sequence[Chunk], step: SyncStep, known: Snapshot, selector: CodecSelector, *, history: PreviousDelta | None
+        self,
+        source: int,
+        chunks: Sequence[Chunk],
+        step: SyncStep,
+        known: Snapshot,
+        selector: CodecSelector,
+        *,
+        history: PreviousDelta | None,
     ) -> None:
         super().__init__()
         self._source, self._chunks, self._step = source, chunks, step
@@ -124,7 +150,9 @@ class _DirectBuilder(FrameBuilder):
         self._reach(width, changed.first)
         known = self._known.bits[width]
         relative = self._chooser.relative(width)
-        values = kernels.codecs_on(known.device).distances(changed.old, changed.new) if relative else changed.new
+        values = (
+            kernels.codecs_on(known.device).distances(changed.old, changed.new) if relative else changed.new
+        )
         (cuts,) = _cut([list(segments_of(changed.first, changed.length))], changed.positions, changed.first)
         writer = self._writer = self._writer or self._next()
         for cut in cuts:
@@ -135,8 +163,12 @@ class _DirectBuilder(FrameBuilder):
             writer.add(cut.first, cut.length, positions, values[cut.here], relative=relative, whole=whole)
 
     def _reach(self, width: int, position: int) -> None:
-        """Finish the frames before that of the chunk that holds a position: one is in the making at a time."""
-        while (chunk := self._chunks[len(self._frames)]).width != width or position >= chunk.first + chunk.length:
+        """Finish the frames before that of the chunk that holds a position: one is in the making at a
+        time.
+        """
+        while (
+            chunk := self._chunks[len(self._frames)]
+        ).width != width or position >= chunk.first + chunk.length:
             self._finish()
 
     def _next(self) -> FrameWriter:
@@ -163,7 +195,8 @@ class Lane:
         chunks: of its space.
         into: by width, tables from the source's own space into the lane's.
         back: by width, tables from the lane's space into the source's own.
-        is_own_space: True if the lane's space is the source's own: its receivers hold all that the source has.
+        is_own_space: True if the lane's space is the source's own: its receivers hold all that the source
+            has.
     """
 
     chunks: Sequence[Chunk]
@@ -192,17 +225,34 @@ class P2PLanes(Lanes):
         self._own = frozenset(number for number, lane in lanes.items() if lane.is_identity)
         self.chunks = [(number, chunk) for number, lane in sorted(lanes.items()) for chunk in lane.chunks]
 
-    def builder(self, step: SyncStep, known: Snapshot, selector: CodecSelector = FAST, history: PreviousDelta | None = None) -> FrameBuilder:
+    def builder(
+        self,
+        step: SyncStep,
+        known: Snapshot,
+        selector: CodecSelector = FAST,
+        history: PreviousDelta | None = None,
+    ) -> FrameBuilder:
         def alone(number: int) -> _DirectBuilder:
-            return _DirectBuilder(self._source, self._lanes[number].chunks, lane_step(step, number), known, selector, history=history)
+            return _DirectBuilder(
+                self._source,
+                self._lanes[number].chunks,
+                lane_step(step, number),
+                known,
+                selector,
+                history=history,
+            )
 
         translated = {number: lane for number, lane in self._lanes.items() if number not in self._own}
         direct = {number: alone(number) for number in self._own}
-        return _TranslatingBuilder(self._source, translated, step, known, selector, direct=direct, history=history)
+        return _TranslatingBuilder(
+            self._source, translated, step, known, selector, direct=direct, history=history
+        )
 
     def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
         lane_ = self._lanes[lane]
-        writer = FrameWriter(lane_step(step, lane).frame_head(self._source, len(lane_.chunks), chunk), known.device)
+        writer = FrameWriter(
+            lane_step(step, lane).frame_head(self._source, len(lane_.chunks), chunk), known.device
+        )
         for first, length in chunk.segments():
             writer.add_dense(first, lane_.fetch(chunk.width, first, length, known))
         _finish(writer, out, known.device)
@@ -218,21 +268,38 @@ class _Found:
     def sorted(self) -> tuple[Tensor, Tensor]:
         """Return all positions, ascending, and their values."""
         positions, values = torch.cat(self.positions), torch.cat(self.values)
-        if not bool((positions[1:] > positions[:-1]).all()):  # where a source holds parts of a slot out of order
+        if not bool(
+            (positions[1:] > positions[:-1]).all()
+        ):  # where a source holds parts of a slot out of order
             positions, order = positions.sort()
             values = values[order]
         return positions, values
 
 
 class _TranslatingBuilder(FrameBuilder):
-    """Takes changes for several lanes; those that have the source's own space have an frame builder of their own."""
+    """Takes changes for several lanes; those that have the source's own space have an frame builder of their
+    own.
+    """
 
     def __init__(
-        self, source: int, lanes: Mapping[int, Lane], step: SyncStep, known: Snapshot, selector: CodecSelector,
-        *, direct: Mapping[int, _DirectBuilder], history: PreviousDelta | None,
-    ) -> None:  # fmt: skip
+        self,
+        source: int,
+        lanes: Mapping[int, Lane],
+        step: SyncStep,
+        known: Snapshot,
+        selector: CodecSelector,
+        *,
+        direct: Mapping[int, _DirectBuilder],
+        history: PreviousDelta | None,
+    ) -> None:
         super().__init__()
-        self._source, self._lanes, self._step, self._known, self._chooser = source, lanes, step, known, selector
+        self._source, self._lanes, self._step, self._known, self._chooser = (
+            source,
+            lanes,
+            step,
+            known,
+            selector,
+        )
         self._history, self._direct = history, direct
         self._found: dict[tuple[int, int], _Found] = {}
 
@@ -268,7 +335,9 @@ class _TranslatingBuilder(FrameBuilder):
                 frames += self._frames(lane, chunks, step, found)
         return frames
 
-    def _frames(self, lane: Lane, chunks: Sequence[Chunk], step: SyncStep, found: _Found | None) -> Iterator[Tensor]:
+    def _frames(
+        self, lane: Lane, chunks: Sequence[Chunk], step: SyncStep, found: _Found | None
+    ) -> Iterator[Tensor]:
         """Cut the changes of one lane and width into the frames of its chunks."""
         device = self._known.device
         if found is None:
@@ -276,8 +345,12 @@ class _TranslatingBuilder(FrameBuilder):
             return
         positions, values = found.sorted()
         relative = self._chooser.relative(values.element_size())
-        for chunk, cuts in zip(chunks, _cut([list(chunk.segments()) for chunk in chunks], positions, 0), strict=True):
-            writer = FrameWriter(step.frame_head(self._source, len(lane.chunks), chunk), device, self._chooser, self._history)
+        for chunk, cuts in zip(
+            chunks, _cut([list(chunk.segments()) for chunk in chunks], positions, 0), strict=True
+        ):
+            writer = FrameWriter(
+                step.frame_head(self._source, len(lane.chunks), chunk), device, self._chooser, self._history
+            )
             for cut in cuts:
                 here, held = (positions[cut.here] - cut.first).to(torch.int32), values[cut.here]
                 wide = kernels.codecs_on(device).widen(held) if relative else held
@@ -295,11 +368,14 @@ class _Cut(NamedTuple):
     here: slice
 
 
-def _cut(groups: Sequence[Sequence[tuple[int, int]]], positions: Tensor | None, origin: int) -> Iterator[list[_Cut]]:
+def _cut(
+    groups: Sequence[Sequence[tuple[int, int]]], positions: Tensor | None, origin: int
+) -> Iterator[list[_Cut]]:
     """Cut changes into segments, neighbours of like density joined.
 
     Args:
-        groups: (first, length) of segments, one after the other without gaps; those of different groups are not joined.
+        groups: (first, length) of segments, one after the other without gaps; those of different groups are
+            not joined.
         positions: of the changes, ascending; None if everything changed.
         origin: what they count from.
     """
@@ -310,7 +386,10 @@ def _cut(groups: Sequence[Sequence[tuple[int, int]]], positions: Tensor | None, 
         counts = [len(positions)]
     else:
         starts = [first - origin for first, _ in segments] + [sum(segments[-1]) - origin]
-        counts = [high - low for low, high in itertools.pairwise(kernels.on(positions.device).borders(positions, starts))]
+        counts = [
+            high - low
+            for low, high in itertools.pairwise(kernels.on(positions.device).borders(positions, starts))
+        ]
     left, at = iter(counts), 0
     for group in groups:
         cuts: list[_Cut] = []

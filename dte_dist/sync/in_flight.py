@@ -1,4 +1,6 @@
-"""Syncs in the background, by the modules they read or write: one at a time for each, since the next starts from where it ends."""
+"""Syncs in the background, by the modules they read or write: one at a time for each, since the next starts
+from where it ends.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def register(work: Background, *modules: Any) -> None:
 
 
 def wait_for(*modules: Any) -> None:
-    """Wait for the syncs in the background that use these modules; how they went is for whoever waits on their work."""
+    """Wait for the syncs in the background that use these modules; how they went is for whoever waits on
+    their work.
+    """
     for module in _models(modules):
         if (work := _running.get(module)) is not None:
             while not work.ended(_LOOK):

@@ -1,4 +1,5 @@
-"""How a channel opens: all ranks agree, make the same groups in the same order, and have it together or not at all.
+"""How a channel opens: all ranks agree, make the same groups in the same order, and have it together or not
+at all.
 
 1.   Describe: what this rank holds and wants; kernels are compiled now, and others wait for a rank that
      compiles. An error is kept.
@@ -69,9 +70,14 @@ class _GivenUp(Exception):
 
 
 def open_channel(
-    module: Model, group: dist.ProcessGroup | None, into: Model | None, options: ChannelOptions,
-    error: Exception | None, *, origin: int | None = None,
-) -> Channel:  # fmt: skip
+    module: Model,
+    group: dist.ProcessGroup | None,
+    into: Model | None,
+    options: ChannelOptions,
+    error: Exception | None,
+    *,
+    origin: int | None = None,
+) -> Channel:
     """Open a channel; all ranks of the group must call.
 
     Args:
@@ -210,13 +216,18 @@ class _Opening:
         """Make the states. What fails here is told to all ranks in the last row."""
         rank, root, model = self.membership.rank, agreement.root, agreement.model
         gather, lineage, pairs = groups
-        totals = {source: {width: space.numel for width, space in spaces.items()} for source, spaces in model.source_spaces.items()}
+        totals = {
+            source: {width: space.numel for width, space in spaces.items()}
+            for source, spaces in model.source_spaces.items()
+        }
         schedule = ChunkPlan(totals, self.options.bucket_bytes)
         source = self._source(agreement, mine, module, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
         self._warm({width for spaces in model.source_spaces.values() for width in spaces})
         speed = LinkSpeed()
-        relay = BucketedBroadcast(gather, lineage, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes, speed=speed)
+        relay = BucketedBroadcast(
+            gather, lineage, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes, speed=speed
+        )
         exchange = PairwiseExchange(pairs, rank=rank, sources=agreement.sources)
         routes = Routes(
             lambda: BroadcastRoute(model, schedule, source, receiver, relay=relay, root=root),
@@ -224,12 +235,21 @@ class _Opening:
             lambda: Plan.of(model, root),
         )
         parts = ChannelState(
-            agreement, self.wires[0], routes, source, receiver, InlineFrames(len(agreement.sources)), speed,
-            Verifier(model, self.wires[0], source, receiver), self.options.verify_interval,
-        )  # fmt: skip
+            agreement,
+            self.wires[0],
+            routes,
+            source,
+            receiver,
+            InlineFrames(len(agreement.sources)),
+            speed,
+            Verifier(model, self.wires[0], source, receiver),
+            self.options.verify_interval,
+        )
         return Channel(self.options, parts, self.watch, self.wires, frozenset(mine.devices))
 
-    def _wire(self, name: str, backend: str, members: Sequence[int], device: torch.device | None) -> Communicator | None:
+    def _wire(
+        self, name: str, backend: str, members: Sequence[int], device: torch.device | None
+    ) -> Communicator | None:
         """Make a data group if it has several members and this rank is one."""
         if len(members) < 2 or self.membership.rank not in members:
             return None

@@ -2,18 +2,22 @@
 
 The phases; those with a ring (o) are exchanges that every rank takes part in:
 
-1.   Prepare, in the caller's thread (`Channel.prepare`): sources look at their live tensors, once, and encode what changed; receivers
-     find theirs. An error here is kept, not raised: a rank that left now would leave the others waiting.
-2. o Control: one row per rank, with the sizes of its frames, and the frames themselves if they are small (`sync.inline_frames`).
-     All ranks take the same decision (`sync.control.decide`), or raise the same error.
+1.   Prepare, in the caller's thread (`Channel.prepare`): sources look at their live tensors, once, and encode
+     what changed; receivers find theirs. An error here is kept, not raised: a rank that left now would leave
+     the others waiting.
+2. o Control: one row per rank, with the sizes of its frames, and the frames themselves if they are small
+     (`sync.inline_frames`). All ranks take the same decision (`sync.control.decide`), or raise the same
+     error.
 3. o Delta: frames go from the sources on their route to the receivers that follow, and are staged there.
-4. o Vote: has every rank everything, and is it sound? If not, all raise, and nothing has moved. A receiver whose copy somebody
-     wrote to meanwhile says so: it is seeded instead, in phase 6.
+4. o Vote: has every rank everything, and is it sound? If not, all raise, and nothing has moved. A receiver
+     whose copy somebody wrote to meanwhile says so: it is seeded instead, in phase 6.
 5.   Apply and commit: receivers write what is staged, sources move their snapshot.
-6. o Seed, if a receiver has no version (the first sync, a dirty or a new receiver): the snapshot itself, straight into place.
-7. o Acknowledge: a receiver that failed while writing is known to all, marked dirty, and is seeded by the next sync.
-8. o Verify, at every k-th version if the caller asked for it: digests of all copies are compared (`sync.verification`).
-     `dte_dist.verify` is phases 2 and 8 alone.
+6. o Seed, if a receiver has no version (the first sync, a dirty or a new receiver): the snapshot itself,
+     straight into place.
+7. o Acknowledge: a receiver that failed while writing is known to all, marked dirty, and is seeded by the
+     next sync.
+8. o Verify, at every k-th version if the caller asked for it: digests of all copies are compared
+     (`sync.verification`). `dte_dist.verify` is phases 2 and 8 alone.
 """
 
 from __future__ import annotations
@@ -173,7 +177,11 @@ class Sync:
     def _exchange(self) -> tuple[list[ControlRow], Sizes]:
         """Phase 2: return the rows of all ranks, and the sizes of the frames of all sources."""
         prepared = self._prepared
-        mine = [len(frame) for frame in self._source.frames()] if self._source is not None and prepared.error is None else []
+        mine = (
+            [len(frame) for frame in self._source.frames()]
+            if self._source is not None and prepared.error is None
+            else []
+        )
         table = self._swap(prepared.row.pack(mine if len(mine) <= ROW_SIZES else [], ROW_SIZES))
         self.begun = True
         rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
@@ -184,7 +192,9 @@ class Sync:
         if self._route.max_frames > ROW_SIZES:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.max_frames - len(mine))], np.int64))
         agreed(lambda: self._check_sizes(sizes))
-        found = {source: sizes[source, : len(most)].tolist() for source, most in self._route.max_bytes.items()}
+        found = {
+            source: sizes[source, : len(most)].tolist() for source, most in self._route.max_bytes.items()
+        }
         if mine and found[self._parts.control.rank] != mine:  # to send them would end those who receive
             what, said = "frames have other sizes than this rank said", found[self._parts.control.rank]
             hint = "report this as a bug of dte_dist"
@@ -194,7 +204,9 @@ class Sync:
     def _swap(self, row: np.ndarray) -> np.ndarray:
         """Exchange control rows, those of sources with their inline frames; return the rows."""
         inline, wire = self._parts.inline, self._parts.control
-        rooms = {rank: inline.capacity if rank in self._parts.agreement.sources else 0 for rank in wire.members}
+        rooms = {
+            rank: inline.capacity if rank in self._parts.agreement.sources else 0 for rank in wire.members
+        }
         frames = self._source.frames() if self._source is not None and self._prepared.error is None else []
         with self._phases("wait"):
             table, self._received = wire.all_gather_rows_inline(row, rooms, partial(inline.write, frames))
@@ -209,9 +221,12 @@ class Sync:
         if len(wrong):
             rank, chunk = wrong[0].tolist()
             raise FrameError(
-                "a frame cannot have this size", ranks=[rank], expected=f"a multiple of 8 up to {most[rank, chunk]}",
-                got=int(sizes[rank, chunk]), hint="sync again; if it stays, the ranks run different versions of dte_dist",
-            )  # fmt: skip
+                "a frame cannot have this size",
+                ranks=[rank],
+                expected=f"a multiple of 8 up to {most[rank, chunk]}",
+                got=int(sizes[rank, chunk]),
+                hint="sync again; if it stays, the ranks run different versions of dte_dist",
+            )
 
     def _stream_delta(self, decision: Decision, sizes: Sizes) -> None:
         """Phase 3."""
@@ -246,7 +261,9 @@ class Sync:
                 written, error = capture(self._receiver.is_written)
         came = self._load.received[self._parts.control.rank]
         votes = self._raise_if_any(explain_memory(error, came), int(bool(written)))
-        return decision.seed_written([self._parts.control.members[place] for place in np.flatnonzero(votes).tolist()])
+        return decision.seed_written(
+            [self._parts.control.members[place] for place in np.flatnonzero(votes).tolist()]
+        )
 
     def _apply(self, decision: Decision) -> Exception | None:
         """Phase 5; return what went wrong while writing."""
@@ -260,7 +277,14 @@ class Sync:
         if source is not None:
             with self._phases("commit"):
                 follow = not decision.seeded
-                error = capture_error(lambda: source.commit(decision.version, decision.next_lineage, full=False, all_follow=follow)) or error
+                error = (
+                    capture_error(
+                        lambda: source.commit(
+                            decision.version, decision.next_lineage, full=False, all_follow=follow
+                        )
+                    )
+                    or error
+                )
         return error
 
     def _stream_seed(self, decision: Decision) -> None:
@@ -306,7 +330,9 @@ class Sync:
             return self._parts.control.all_gather_rows(row)
 
     def _raise_if_any(self, error: Exception | None, said: int) -> np.ndarray:
-        """Raise the same error on every rank if any rank has one; return the number that each rank says, int64[ranks]."""
+        """Raise the same error on every rank if any rank has one; return the number that each rank says,
+        int64[ranks].
+        """
         with self._phases("wait"):
             said_by_all: np.ndarray = raise_if_any(self._parts.control, error, [said])[:, 0]
             return said_by_all
@@ -314,26 +340,50 @@ class Sync:
     def _is_in(self, ranks: Sequence[int]) -> bool:
         return self._parts.control.rank in ranks
 
-    def _report(self, decision: Decision, rows: Sequence[ControlRow], verified: VerifyReport | None) -> SyncReport:
+    def _report(
+        self, decision: Decision, rows: Sequence[ControlRow], verified: VerifyReport | None
+    ) -> SyncReport:
         model, load = self._parts.agreement.model, self._load
-        base = max([decision.base] if decision.base != NONE else [row.receiver_version for row in rows if row.is_receiver])
+        base = max(
+            [decision.base]
+            if decision.base != NONE
+            else [row.receiver_version for row in rows if row.is_receiver]
+        )
         return SyncReport(
-            version=decision.version, base_version=None if base == NONE else base,
-            kind="full" if decision.is_full else "delta", reason=decision.reason,
-            changed=model.numel if decision.is_full else sum(row.changed for row in rows), total=model.numel,
-            wire_bytes=max(load.received_by(decision.followers or decision.seeded)), gather_bytes=self._gathered, dense_bytes=model.nbytes,
-            busiest_bytes=load.busiest(), frames=load.frames, route=self._route.name, route_reason=self._prepared.chosen[1],
-            seeded=decision.seeded, seconds=time.perf_counter() - self._prepared.begin, phases=dict(self._phases.seconds),
+            version=decision.version,
+            base_version=None if base == NONE else base,
+            kind="full" if decision.is_full else "delta",
+            reason=decision.reason,
+            changed=model.numel if decision.is_full else sum(row.changed for row in rows),
+            total=model.numel,
+            wire_bytes=max(load.received_by(decision.followers or decision.seeded)),
+            gather_bytes=self._gathered,
+            dense_bytes=model.nbytes,
+            busiest_bytes=load.busiest(),
+            frames=load.frames,
+            route=self._route.name,
+            route_reason=self._prepared.chosen[1],
+            seeded=decision.seeded,
+            seconds=time.perf_counter() - self._prepared.begin,
+            phases=dict(self._phases.seconds),
             codecs=dict(self._source.codecs) if self._source is not None and decision.followers else {},
             verified=verified,
-        )  # fmt: skip
+        )
 
 
 def _check_calls(rows: Sequence[ControlRow]) -> None:
     """Refuse to go on where ranks called different things."""
     for asked, names, hint in (
-        ({row.call: rank for rank, row in enumerate(rows)}, CALLS, "make the same calls in the same order on every rank"),
-        ({row.route: rank for rank, row in enumerate(rows)}, ROUTES, "call the same collective, with the same route=, on every rank"),
+        (
+            {row.call: rank for rank, row in enumerate(rows)},
+            CALLS,
+            "make the same calls in the same order on every rank",
+        ),
+        (
+            {row.route: rank for rank, row in enumerate(rows)},
+            ROUTES,
+            "call the same collective, with the same route=, on every rank",
+        ),
     ):
         if len(asked) > 1:
             said = ", ".join(f"{names[number]} on rank {rank}" for number, rank in sorted(asked.items()))
@@ -346,6 +396,8 @@ def _as_apply_failed(error: Exception | None) -> Exception | None:
     if error is None:
         return None
     hint = "sync again: a rank that failed is seeded, the others go on with deltas"
-    failed = ApplyFailed(f"a rank failed after the vote, while writing: {type(error).__name__}: {error}", hint=hint)
+    failed = ApplyFailed(
+        f"a rank failed after the vote, while writing: {type(error).__name__}: {error}", hint=hint
+    )
     failed.__cause__ = error
     return failed

@@ -1,15 +1,19 @@
-"""A receiver's side of the version chain: frames are checked, translated and staged, then applied all or not at all.
+"""A receiver's side of the version chain: frames are checked, translated and staged, then applied all or not
+at all.
 
-1. `begin` finds the live tensors of this sync. If somebody else wrote to them since the last commit, they have no version.
-   `is_written` looks again, before the vote: what is staged was made for the bits that were there at `begin`.
-2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed). The first frame of a seed
-   finds the live tensors once more, and keeps their memory until the end: it may come long after `begin`.
-   The first error is kept in `error` and the rest of the sync is only drained, so that the ranks stay in step.
-3. `apply`, after the vote, writes what is staged. A receiver that fails inside it is dirty: it has no version until it is seeded.
-   `check_own` raises if anybody else wrote meanwhile, here and at the end of a seed.
+1. `begin` finds the live tensors of this sync. If somebody else wrote to them since the last commit, they
+   have no version. `is_written` looks again, before the vote: what is staged was made for the bits that were
+   there at `begin`.
+2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed).
+   The first frame of a seed finds the live tensors once more, and keeps their memory until the end: it may
+   come long after `begin`. The first error is kept in `error` and the rest of the sync is only drained, so
+   that the ranks stay in step.
+3. `apply`, after the vote, writes what is staged. A receiver that fails inside it is dirty: it has no version
+   until it is seeded. `check_own` raises if anybody else wrote meanwhile, here and at the end of a seed.
 4. `commit` moves to the new version; `rollback` forgets what is staged.
 
-Where frames ask for it, the positions of the last delta stay known (`codec.previous_delta`), for the next one to count on.
+Where frames ask for it, the positions of the last delta stay known (`codec.previous_delta`), for the next one
+to count on.
 """
 
 from __future__ import annotations
@@ -53,10 +57,12 @@ class Receiver:
         self._spaces = model.receiver_spaces[rank]
         self.index_maps: Mapping[int, Mapping[int, Sequence[IndexMap]]] = {
             width: {
-                source: build_index_maps(spaces[width], space) for source, spaces in model.source_spaces.items() if width in spaces
+                source: build_index_maps(spaces[width], space)
+                for source, spaces in model.source_spaces.items()
+                if width in spaces
             }
             for width, space in self._spaces.items()
-        }  # fmt: skip
+        }
         self._tables: Mapping[int, Mapping[int, Sequence[IndexMap]]] = self.index_maps
         self._staged = StagedPatch()
         self._history = PreviousDelta()
@@ -71,7 +77,8 @@ class Receiver:
         """Find the live tensors, as they are at this moment; nothing is staged yet.
 
         Args:
-            index maps: by width and source, tables from the space that frames count in; None for the sources' own spaces.
+            index maps: by width and source, tables from the space that frames count in; None for the sources'
+                own spaces.
         """
         self._staged.clear()
         self._history.discard()
@@ -89,7 +96,9 @@ class Receiver:
         begun = self._begun = Fingerprint.of(local.live)
         self._now = None
         self._targets = {
-            width: Target(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._tables[width])
+            width: Target(
+                FlatTensors.part(local, space.pieces.entry, width, space.starts), self._tables[width]
+            )
             for width, space in self._spaces.items()
         }
         return begun
@@ -97,7 +106,10 @@ class Receiver:
     def live(self) -> dict[int, FlatTensors]:
         """Return the live tensors by width, each in the order of this receiver's space."""
         local = self._layout.read()
-        return {width: FlatTensors.part(local, space.pieces.entry, width, space.starts) for width, space in self._spaces.items()}
+        return {
+            width: FlatTensors.part(local, space.pieces.entry, width, space.starts)
+            for width, space in self._spaces.items()
+        }
 
     def take(self, frame: Tensor, expected: FrameHead) -> None:
         """Check a frame and stage it, or write it into place if it is a seed; never raises, see `error`.
@@ -112,7 +124,9 @@ class Receiver:
             self.error = error
 
     def _take(self, frame: Tensor, expected: FrameHead) -> None:
-        segments = read_frame(frame, expected, self._history, packed=frame.is_cpu)  # elsewhere to check a stream is to read it
+        segments = read_frame(
+            frame, expected, self._history, packed=frame.is_cpu
+        )  # elsewhere to check a stream is to read it
         if expected.width not in self._targets:
             return
         if expected.seed:
@@ -124,8 +138,13 @@ class Receiver:
 
     def _place(self, segments: Sequence[Segment], expected: FrameHead) -> None:
         """Write a seed into place; it must be the whole chunk."""
-        if any(segment.positions is not None for segment in segments) or sum(segment.length for segment in segments) != expected.length:
-            raise FrameError("a seed is not the whole chunk", expected=f"{expected.length} elements", hint="sync again")
+        if (
+            any(segment.positions is not None for segment in segments)
+            or sum(segment.length for segment in segments) != expected.length
+        ):
+            raise FrameError(
+                "a seed is not the whole chunk", expected=f"{expected.length} elements", hint="sync again"
+            )
         self._begin_to_write()
         if not self._is_seeded:  # others may have written since `begin`, or moved tensors: all of it is overwritten where it is now
             self._find()
@@ -136,8 +155,14 @@ class Receiver:
         self._write_back()
 
     def is_written(self) -> bool:
-        """Return whether somebody wrote to the live copy, or moved it, since `begin`; it has no version then, and waits for a seed."""
-        if self._local is None or self._begun is None or Fingerprint.of(self._local.live, moved=True).same(self._begun):
+        """Return whether somebody wrote to the live copy, or moved it, since `begin`; it has no version then,
+        and waits for a seed.
+        """
+        if (
+            self._local is None
+            or self._begun is None
+            or Fingerprint.of(self._local.live, moved=True).same(self._begun)
+        ):
             return False
         self.state.invalidate(WRITTEN)
         self._staged.clear()
@@ -145,7 +170,8 @@ class Receiver:
         return True
 
     def apply(self) -> None:
-        """Write what is staged into the live tensors; without a version from here to `commit`, and dirty if it fails.
+        """Write what is staged into the live tensors; without a version from here to `commit`, and dirty if
+        it fails.
 
         Raises:
             DeltaError: as `check_own`.
@@ -167,7 +193,8 @@ class Receiver:
             rival.invalidate(OTHER_CHANNEL)
 
     def check_own(self) -> None:
-        """Check that nobody but this sync wrote to the live copy since `begin`; to be called when all is written.
+        """Check that nobody but this sync wrote to the live copy since `begin`; to be called when all is
+        written.
 
         Raises:
             DeltaError: somebody did; names the first tensor. What the copy holds is not known then.
@@ -184,12 +211,16 @@ class Receiver:
         if foreign:
             self.state.invalidate(WRITTEN)
             name = self._layout.manifest.entries[foreign[0]].name
-            what = "somebody else wrote to a receiver's copy, or replaced a tensor of it, while a sync wrote to it"
+            what = (
+                "somebody else wrote to a receiver's copy, or replaced a tensor of it, "
+                "while a sync wrote to it"
+            )
             hint = "write to the weights of a receiver between syncs only, in no other thread"
             raise DeltaError(what, tensor=name, got=f"{len(foreign)} such tensors", hint=hint)
 
     def commit(self, version: int, lineage: int, *, full: bool = False) -> None:
-        """Move to `version`. The chain moves last: an interrupt before that leaves a receiver without a version.
+        """Move to `version`. The chain moves last: an interrupt before that leaves a receiver without a
+        version.
 
         Raises:
             DeltaError: as `check_own`, if that was not asked before.

@@ -1,7 +1,8 @@
 """Which channels are open on this rank.
 
-Channels belong to their module: they are found by (module, group), and go when the module goes or `close` is called, or when they
-are found broken or their group destroyed at the next call. At exit, syncs in the background end first.
+Channels belong to their module: they are found by (module, group), and go when the module goes or `close` is
+    called, or when they are found broken or their group destroyed at the next call. At exit, syncs in the
+    background end first.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ _origins: weakref.WeakKeyDictionary[Any, dict[Any, int | None]] = weakref.WeakKe
 """By module and group, where they first met (`Watch.origin`)."""
 
 
-def find_or_open(module: Model, group: dist.ProcessGroup, into: Model | None, options: ChannelOptions, error: Exception | None) -> Channel:
+def find_or_open(
+    module: Model,
+    group: dist.ProcessGroup,
+    into: Model | None,
+    options: ChannelOptions,
+    error: Exception | None,
+) -> Channel:
     """Return the open channel of (module, group), or open one; opening is collective.
 
     Args:
@@ -85,7 +92,9 @@ def _forget_origins(module: Model) -> None:
 
 
 def find(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
-    """Return the open channel of (module, group), None if there is none; of what is no module there never is."""
+    """Return the open channel of (module, group), None if there is none; of what is no module there never
+    is.
+    """
     return _channels.get(module, {}).get(group) if isinstance(module, torch.nn.Module | Layout) else None
 
 
@@ -122,7 +131,9 @@ def _retire(group: dist.ProcessGroup, name: str | None) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let the garbage collector rest: opening makes many objects that stay, and it would walk all of a large process for them."""
+    """Let the garbage collector rest: opening makes many objects that stay, and it would walk all of a large
+    process for them.
+    """
     was_enabled = gc.isenabled()
     try:
         gc.disable()
@@ -138,7 +149,9 @@ def is_in_use(group: dist.ProcessGroup) -> bool:
 
 
 def _at_exit() -> None:
-    """Let syncs in the background end, or end them: a thread inside a collective would bring the interpreter down with it."""
+    """Let syncs in the background end, or end them: a thread inside a collective would bring the interpreter
+    down with it.
+    """
     if os.getpid() != _PID:
         return
     if not running.wait_all(_EXIT_PATIENCE):
@@ -168,10 +181,12 @@ def _is_gone(group: dist.ProcessGroup) -> bool:
 
 
 def invalidate(module: Model, group: Group | None = None) -> None:
-    """Say that this rank's live copy is not what its channels believe it to be: the next sync seeds this rank, and says so.
+    """Say that this rank's live copy is not what its channels believe it to be: the next sync seeds this
+    rank, and says so.
 
-    Local and cheap; no other rank needs to call. It is for writes that move no version counter, which are not noticed: `param.data.copy_`,
-    as inference engines load weights, numpy, memory that was discarded and mapped again (sleep and wake-up of an engine).
+    Local and cheap; no other rank needs to call. It is for writes that move no version counter, which are not
+    noticed: `param.data.copy_`, as inference engines load weights, numpy, memory that was discarded and
+    mapped again (sleep and wake-up of an engine).
 
     Args:
         module: that receives: the module passed to `delta_broadcast` on a mere receiver, or its `into=`.
@@ -196,15 +211,20 @@ def invalidate(module: Model, group: Group | None = None) -> None:
         states = [channel.parts.receiver.state for channel in channels if channel.parts.receiver is not None]
         states = states or kept.states_of(module)
         if channels and not states:
-            raise ValueError("this rank only sends this module: invalidate is for the module that receives, on its own rank")
+            raise ValueError(
+                "this rank only sends this module: invalidate is for the module that "
+                "receives, on its own rank"
+            )
         for state in states:
             state.invalidate(INVALIDATED)
 
 
 def close(module: Model, group: Group | None = None) -> None:
-    """Close the channel of (module, group) on this rank and forget what it held; a sync in the background ends first.
+    """Close the channel of (module, group) on this rank and forget what it held; a sync in the background
+    ends first.
 
-    The next `delta_broadcast` opens a new channel and seeds all receivers. Closing what is not open does nothing.
+    The next `delta_broadcast` opens a new channel and seeds all receivers. Closing what is not open does
+    nothing.
 
     Args:
         module: as passed to `delta_broadcast`.

@@ -50,7 +50,8 @@ def refuse_rivals(control: Communicator, agreement: Agreement, layout: Layout | 
             contested.
 
     Raises:
-        AgreedError: with a `LayoutMismatch`, or with the error of the lowest rank that could not read its tensors.
+        AgreedError: with a `LayoutMismatch`, or with the error of the lowest rank that could not read its
+            tensors.
         PeerLost: a rank did not answer.
     """
     contested = agreement.model.contested

@@ -1,10 +1,10 @@
 """What outlasts a channel, so that receivers at the right version go on without a seed.
 
-A source's chain and snapshot wait under its module for the next channel of the group, or of its survivors, once the
-channel broke. A receiver's chain says what the copy holds, which is a fact about its memory: all channels that write to the
-same tensors of a module share it, open or broken. Channels that write to other tensors of the module (`select=`) have chains
-of their own. Where two of them have some tensors in common, a sync of one takes the version of the other. All of it goes
-when the module goes.
+A source's chain and snapshot wait under its module for the next channel of the group, or of its survivors,
+once the channel broke. A receiver's chain says what the copy holds, which is a fact about its memory: all
+channels that write to the same tensors of a module share it, open or broken. Channels that write to other
+tensors of the module (`select=`) have chains of their own. Where two of them have some tensors in common, a
+sync of one takes the version of the other. All of it goes when the module goes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from dte_dist.sync.receiver import Receiver
 from dte_dist.sync.source import Source
 from dte_dist.sync.version import VersionState
 
-__all__ = ["attach_copy", "discard_source", "invalidate_copy", "release_source", "restore_source", "retain_source", "states_of"]
+__all__ = [
+    "attach_copy",
+    "discard_source",
+    "invalidate_copy",
+    "release_source",
+    "restore_source",
+    "retain_source",
+    "states_of",
+]
 
 
 Home = tuple[int, Any]
@@ -75,10 +83,11 @@ def retain_source(module: Any, ranks: Sequence[int], state: Source, model: Model
 
 
 def restore_source(module: Any, ranks: Sequence[int], state: Source, model: ModelMap) -> None:
-    """Give a new source what is kept of an earlier one with the same pieces; it stays kept until `release_source`.
+    """Give a new source what is kept of an earlier one with the same pieces; it stays kept until
+    `release_source`.
 
-    That of a group of the same ranks is taken if there is one: each group has receivers of its own. Otherwise it is the
-    last one kept, since survivors of a lost rank form a new group.
+    That of a group of the same ranks is taken if there is one: each group has receivers of its own. Otherwise
+        it is the last one kept, since survivors of a lost rank form a new group.
     """
     covers = _digest(model, state.spaces)
     found = [kept for kept in _sources.get(module, []) if kept.covers == covers]
@@ -90,8 +99,10 @@ def restore_source(module: Any, ranks: Sequence[int], state: Source, model: Mode
 def release_source(module: Any, state: Source, model: ModelMap) -> None:
     """Keep no longer what the source of an open channel has taken up, or what it stands for now.
 
-    Where it could take up nothing, its tensors are cut otherwise than before, since trainers came or went, say. Snapshots
-    of the same tensors are of no use then, and would stay as long as the module: a copy of its shard at every such change.
+    Where it could take up nothing, its tensors are cut otherwise than before, since trainers came or went,
+    say. Snapshots
+    of the same tensors are of no use then, and would stay as long as the module: a copy of its shard at every
+        such change.
     """
     kept, names = _sources.get(module, []), _names(model, state)
     others = [each for each in kept if each.state is not state.state]
@@ -101,7 +112,9 @@ def release_source(module: Any, state: Source, model: ModelMap) -> None:
 
 def discard_source(module: Any, ranks: Sequence[int] | None) -> None:
     """Drop what is kept of the sources of a group, or of all groups (None), if anything is."""
-    _sources[module] = [kept for kept in _sources.get(module, []) if ranks is not None and kept.ranks != tuple(ranks)]
+    _sources[module] = [
+        kept for kept in _sources.get(module, []) if ranks is not None and kept.ranks != tuple(ranks)
+    ]
 
 
 def attach_copy(
@@ -114,7 +127,8 @@ def attach_copy(
         state: of the new receiver.
         model: as all ranks agree on it.
         spaces: of this rank as a receiver.
-        homes: of each entry, where in `target` it is found: names are what ranks agree to call it, over each group anew.
+        homes: of each entry, where in `target` it is found: names are what ranks agree to call it, over each
+            group anew.
     """
     held = frozenset(homes[entry] for space in spaces.values() for entry in space.pieces.entry.tolist())
     copies = _copies.setdefault(target, {})
@@ -140,11 +154,15 @@ def invalidate_copy(target: Any) -> None:
 
 def _names(model: ModelMap, state: Source) -> frozenset[str]:
     """Return the names of the tensors that a source contributes to."""
-    return frozenset(model.slots[slot].name for space in state.spaces.values() for slot in space.pieces.slot.tolist())
+    return frozenset(
+        model.slots[slot].name for space in state.spaces.values() for slot in space.pieces.slot.tolist()
+    )
 
 
 def _digest(model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home] | None = None) -> bytes:
-    """Hash what a rank holds of the model: names (or homes, if given), dtypes and blocks of its pieces, in order."""
+    """Hash what a rank holds of the model: names (or homes, if given), dtypes and blocks of its pieces, in
+    order.
+    """
     hashed = hashlib.blake2b(digest_size=16)
     for width, space in spaces.items():
         for piece in space.pieces:

@@ -1,4 +1,5 @@
-"""The two routes that frames take, as one sync sees them: whose frames there are, how large they may be, and how they move.
+"""The two routes that frames take, as one sync sees them: whose frames there are, how large they may be, and
+how they move.
 
 | | broadcast | p2p |
 |---|---|---|
@@ -95,12 +96,17 @@ class Route(ABC):
 
     def seed_sizes(self) -> dict[int, list[int]]:
         """Return, by source, the bytes of every frame of a seed."""
-        return {source: [dense_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
+        return {
+            source: [dense_frame_bytes(chunk) for _, chunk in chunks]
+            for source, chunks in self.chunks.items()
+        }
 
     @cached_property
     def max_bytes(self) -> dict[int, list[int]]:
         """By source, the most bytes that each of its frames can have."""
-        return {source: [max_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()}
+        return {
+            source: [max_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()
+        }
 
     @abstractmethod
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
@@ -112,7 +118,9 @@ class Route(ABC):
 
     @abstractmethod
     def take(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
-        """Take all frames of a source, in order; what is not for this rank's receiver is left out. They must stay as they are."""
+        """Take all frames of a source, in order; what is not for this rank's receiver is left out. They must
+        stay as they are.
+        """
 
     @abstractmethod
     def move(
@@ -146,7 +154,14 @@ class BroadcastRoute(Route):
     name = "broadcast"
 
     def __init__(
-        self, model: ModelMap, schedule: ChunkPlan, source: Source | None, receiver: Receiver | None, *, relay: BucketedBroadcast, root: int
+        self,
+        model: ModelMap,
+        schedule: ChunkPlan,
+        source: Source | None,
+        receiver: Receiver | None,
+        *,
+        relay: BucketedBroadcast,
+        root: int,
     ) -> None:
         self.chunks = {each: [(0, chunk) for chunk in schedule.chunks(each)] for each in model.source_spaces}
         self.lanes = source.relay if source is not None else None
@@ -198,20 +213,32 @@ class P2PRoute(Route):
 
     name = "p2p"
 
-    def __init__(self, model: ModelMap, rank: int, bucket_bytes: int, receiver: Receiver | None, exchange: PairwiseExchange) -> None:
+    def __init__(
+        self,
+        model: ModelMap,
+        rank: int,
+        bucket_bytes: int,
+        receiver: Receiver | None,
+        exchange: PairwiseExchange,
+    ) -> None:
         self._lane = lanes_of(model.receiver_spaces)
         kinds = {lane: model.receiver_spaces[target] for target, lane in reversed(self._lane.items())}
         self._rank, self._receiver, self._exchange = rank, receiver, exchange
         self.chunks, pairs = {}, {}
         for source, spaces in model.source_spaces.items():
             pairs[source] = {lane: pair_spaces(spaces, kind) for lane, kind in sorted(kinds.items())}
-            totals = {lane: {width: space.numel for width, space in pair.items()} for lane, pair in pairs[source].items()}
+            totals = {
+                lane: {width: space.numel for width, space in pair.items()}
+                for lane, pair in pairs[source].items()
+            }
             schedule = ChunkPlan(totals, bucket_bytes)
             self.chunks[source] = [(lane, chunk) for lane in totals for chunk in schedule.chunks(lane)]
         own = model.source_spaces.get(rank)
         self.lanes = None
         if own is not None:
-            self.lanes = P2PLanes(rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()})
+            self.lanes = P2PLanes(
+                rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()}
+            )
         self.index_maps = self._remaps_of(model.receiver_spaces.get(rank, {}), pairs)
         exchange.reserve(self.max_bytes, receiver=receiver is not None)
 
@@ -222,7 +249,9 @@ class P2PRoute(Route):
             return {}
         mine = {source: lanes[self._lane[self._rank]] for source, lanes in pairs.items()}
         return {
-            width: {source: build_index_maps(pair[width], space) for source, pair in mine.items() if width in pair}
+            width: {
+                source: build_index_maps(pair[width], space) for source, pair in mine.items() if width in pair
+            }
             for width, space in own.items()
         }
 
@@ -230,7 +259,9 @@ class P2PRoute(Route):
         chunks = [chunk for number, chunk in self.chunks[self._rank] if number == lane]
         into = {width: build_index_maps(own[width], space) for width, space in pair.items()}
         back = {width: build_index_maps(space, own[width]) for width, space in pair.items()}
-        is_own = own.keys() == pair.keys() and all(is_identity(into[width], space.numel) for width, space in own.items())
+        is_own = own.keys() == pair.keys() and all(
+            is_identity(into[width], space.numel) for width, space in own.items()
+        )
         return Lane(chunks, into, back, is_own)
 
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
@@ -243,7 +274,11 @@ class P2PRoute(Route):
 
     def _of(self, source: int, target: int, items: Sequence[_T]) -> list[_T]:
         """Return those of a source's items, one per frame, that are for a target."""
-        return [item for (lane, _), item in zip(self.chunks[source], items, strict=True) if lane == self._lane[target]]
+        return [
+            item
+            for (lane, _), item in zip(self.chunks[source], items, strict=True)
+            if lane == self._lane[target]
+        ]
 
     @cached_property
     def _mine(self) -> dict[int, list[tuple[int, Chunk]]]:
@@ -273,18 +308,23 @@ class P2PRoute(Route):
     def _take(self, step: SyncStep, source: int, number: int, frame: Tensor) -> None:
         if self._receiver is not None and len(frame):
             chunks = self._mine[source]
-            self._receiver.take(frame, lane_step(step, chunks[number][0]).frame_head(source, len(chunks), chunks[number][1]))
+            self._receiver.take(
+                frame, lane_step(step, chunks[number][0]).frame_head(source, len(chunks), chunks[number][1])
+            )
 
 
 class Routes(Mapping[RouteName, Route]):
-    """The routes of a channel by name, each built when it is first used: the tables of a route nobody takes would be wasted.
+    """The routes of a channel by name, each built when it is first used: the tables of a route nobody takes
+    would be wasted.
 
     Args:
         broadcast, p2p: build the route of this name.
         plan: build the plan, from which "auto" chooses.
     """
 
-    def __init__(self, broadcast: Callable[[], Route], p2p: Callable[[], Route], plan: Callable[[], Plan]) -> None:
+    def __init__(
+        self, broadcast: Callable[[], Route], p2p: Callable[[], Route], plan: Callable[[], Plan]
+    ) -> None:
         self._makers: dict[RouteName, Callable[[], Route]] = {"broadcast": broadcast, "p2p": p2p}
         self._plan = plan
         self._made: dict[RouteName, Route] = {}

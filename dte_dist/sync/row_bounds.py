@@ -21,12 +21,24 @@ __all__ = ["check_rows"]
 
 _FLAG, _VERSION, _NUMBER = (0, 1), (NONE, (1 << 62) - 1), (0, 1 << 62)
 _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
-    "failed": _FLAG, "is_source": _FLAG, "is_receiver": _FLAG, "aborted": _FLAG, "full": _FLAG,
-    "source_version": _VERSION, "receiver_version": _VERSION, "newest": _VERSION, "requested_version": _VERSION,
-    "source_lineage": _NUMBER, "receiver_lineage": _NUMBER, "proposed_lineage": _NUMBER, "changed": _NUMBER,
-    "reason": (0, len(REASONS) - 1), "seed_reason": (0, len(SEED_REASONS) - 1),
-    "route": (0, len(ROUTES) - 1), "call": (0, len(CALLS) - 1),
-}  # fmt: skip
+    "failed": _FLAG,
+    "is_source": _FLAG,
+    "is_receiver": _FLAG,
+    "aborted": _FLAG,
+    "full": _FLAG,
+    "source_version": _VERSION,
+    "receiver_version": _VERSION,
+    "newest": _VERSION,
+    "requested_version": _VERSION,
+    "source_lineage": _NUMBER,
+    "receiver_lineage": _NUMBER,
+    "proposed_lineage": _NUMBER,
+    "changed": _NUMBER,
+    "reason": (0, len(REASONS) - 1),
+    "seed_reason": (0, len(SEED_REASONS) - 1),
+    "route": (0, len(ROUTES) - 1),
+    "call": (0, len(CALLS) - 1),
+}
 """The least and the largest that a column may say."""
 
 _ANY: Final = (-(1 << 63), (1 << 63) - 1)

@@ -1,7 +1,8 @@
-"""Neighbouring segments of like density are written as one, so that what a segment costs, whatever is in it, is paid less often.
+"""Neighbouring segments of like density are written as one, so that what a segment costs, whatever is in it,
+is paid less often.
 
-Changes are found in segments of a fixed length. With few changes in each, calls and table entries would cost more than coding
-them; with many, or with densities that differ, a segment is better coded by itself.
+Changes are found in segments of a fixed length. With few changes in each, calls and table entries would cost
+more than coding them; with many, or with densities that differ, a segment is better coded by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def is_alike(total: int, parts: int, count: int) -> bool:
     return total + count <= _MOST and (alike or max(total, count) <= _FEW)
 
 
-def merge_segments(segments: Iterable[tuple[int, int]], counts: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+def merge_segments(
+    segments: Iterable[tuple[int, int]], counts: Iterable[int]
+) -> Iterator[tuple[int, int, int]]:
     """Join neighbouring segments, given as (first, length) and how many changes are in each.
 
     Yields:

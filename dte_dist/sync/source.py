@@ -1,9 +1,12 @@
-"""A source's side of the version chain: what it sends for the next version, and the snapshot of what receivers hold.
+"""A source's side of the version chain: what it sends for the next version, and the snapshot of what
+receivers hold.
 
-1. `prepare` looks at the live tensors, once: a delta is found, taken over into the snapshot and encoded, or (full) the snapshot takes
-   over all live bits. After that the live tensors may change; nothing below looks at them again.
+1. `prepare` looks at the live tensors, once: a delta is found, taken over into the snapshot and encoded, or
+   (full) the snapshot takes over all live bits. After that the live tensors may change; nothing below looks
+   at them again.
 2. `frames` gives the encoded delta.
-3. `commit` settles what the snapshot took over; `rollback` puts back what it held before, and the next delta is a superset.
+3. `commit` settles what the snapshot took over; `rollback` puts back what it held before, and the next delta
+   is a superset.
 4. `seed_frames` gives the snapshot itself, densely: for receivers without a version.
 """
 
@@ -48,10 +51,17 @@ class Source:
     """
 
     def __init__(self, layout: Layout, model: ModelMap, rank: int, schedule: ChunkPlan, schema: int) -> None:
-        self._layout, self._model, self._rank, self._schedule, self._schema = layout, model, rank, schedule, schema
+        self._layout, self._model, self._rank, self._schedule, self._schema = (
+            layout,
+            model,
+            rank,
+            schedule,
+            schema,
+        )
         self.spaces: Mapping[int, FlatSpace] = model.source_spaces[rank]
         self._dtypes = {
-            width: [model.slots[slot].torch_dtype for slot in space.pieces.slot.tolist()] for width, space in self.spaces.items()
+            width: [model.slots[slot].torch_dtype for slot in space.pieces.slot.tolist()]
+            for width, space in self.spaces.items()
         }
         self.state = VersionState()
         self.snapshot: Snapshot | None = None
@@ -65,9 +75,15 @@ class Source:
         self._history = PreviousDelta()
 
     def prepare(
-        self, version: int, full: bool, phases: Phases, detector: Detector | None = None, lanes: Lanes | None = None,
-        *, selector: CodecSelector = FAST,
-    ) -> None:  # fmt: skip
+        self,
+        version: int,
+        full: bool,
+        phases: Phases,
+        detector: Detector | None = None,
+        lanes: Lanes | None = None,
+        *,
+        selector: CodecSelector = FAST,
+    ) -> None:
         """Look at the live tensors, once, for a delta to `version` or a full sync.
 
         Args:
@@ -108,13 +124,26 @@ class Source:
         self._history.reset()
         with phases("detect"):
             chunks = self._schedule.chunks(self._rank)
-            snapshot.refresh(live, ((chunk.width, first, length) for chunk in chunks for first, length in chunk.segments()))
+            snapshot.refresh(
+                live, ((chunk.width, first, length) for chunk in chunks for first, length in chunk.segments())
+            )
         self.changed = sum(space.numel for space in self.spaces.values())
 
-    def _find(self, live: Mapping[int, LiveSpace], known: Snapshot, builder: FrameBuilder, phases: Phases, detector: Detector | None) -> None:
+    def _find(
+        self,
+        live: Mapping[int, LiveSpace],
+        known: Snapshot,
+        builder: FrameBuilder,
+        phases: Phases,
+        detector: Detector | None,
+    ) -> None:
         """Take over all changes and put them into an frame builder, wave by wave."""
         for width in self.spaces:
-            spans = [(chunk.first, chunk.length) for chunk in self._schedule.chunks(self._rank) if chunk.width == width]
+            spans = [
+                (chunk.first, chunk.length)
+                for chunk in self._schedule.chunks(self._rank)
+                if chunk.width == width
+            ]
             waves = known.diff_and_update(live[width], width, spans, detector)
             while True:
                 with phases("detect"):
@@ -127,13 +156,17 @@ class Source:
                 self.changed += sum(map(len, wave))
 
     def frames(self) -> list[Tensor]:
-        """Return the encoded delta, in the order of the route's lanes and their chunks; empty where nothing changed."""
+        """Return the encoded delta, in the order of the route's lanes and their chunks; empty where nothing
+        changed.
+        """
         return self._frames
 
     def seed_frames(self, step: SyncStep) -> list[Callable[[Tensor], None]]:
-        """Return the snapshot itself, as functions that write the dense frame of each chunk into a buffer of its `seed_size`.
+        """Return the snapshot itself, as functions that write the dense frame of each chunk into a buffer of
+        its `seed_size`.
 
-        They do not raise: a frame that could not be made is all zeros, which no receiver accepts, and `error` says why.
+        They do not raise: a frame that could not be made is all zeros, which no receiver accepts, and `error`
+            says why.
         """
         return [partial(self._write_seed, lane, chunk, step) for lane, chunk in self._lanes.chunks]
 
@@ -145,7 +178,9 @@ class Source:
             out.zero_()
 
     def detach(self) -> None:
-        """Keep the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from it before a commit."""
+        """Keep the prepared delta though no receiver follows: the snapshot can seed, but no delta starts from
+        it before a commit.
+        """
         self._commit_snapshot()
         self._history.reset()
 
@@ -155,13 +190,16 @@ class Source:
         Args:
             version, stream: that this sync makes.
             full: it was not a delta.
-            all_follow: every receiver of the channel took the delta: its positions are known to all, and the next one may count on them.
+            all_follow: every receiver of the channel took the delta: its positions are known to all, and the
+                next one may count on them.
 
-        A receiver gets the next delta only if it holds `version` of `stream`. This sync alone makes these, and whoever came to them through
-        it took the delta, read it to the end, and committed what it noted together with the version. It keeps that until it commits
-        another version, which never is this one again. A receiver that failed after the vote, was closed or is new has no version, or
-        has none of this channel's. So the history that the next delta counts on is held by all that follow, unless this source
-        prepares in vain in between: then it is dropped (`rollback`), and so it is by whatever moves the snapshot in another way.
+        A receiver gets the next delta only if it holds `version` of `stream`. This sync alone makes these,
+        and whoever came to them through it took the delta, read it to the end, and committed what it noted
+        together with the version. It keeps that until it commits another version, which never is this one
+        again. A receiver that failed after the vote, was closed or is new has no version, or has none of this
+        channel's. So the history that the next delta counts on is held by all that follow, unless this source
+        prepares in vain in between: then it is dropped (`rollback`), and so it is by whatever moves the
+            snapshot in another way.
         """
         self._commit_snapshot()
         if all_follow and not full:
@@ -171,9 +209,11 @@ class Source:
         self.state.advance_to(version, lineage, full=full)
 
     def rollback(self) -> None:
-        """Forget what was prepared, unless it was committed: the snapshot is as it was, or has no version if that cannot be done.
+        """Forget what was prepared, unless it was committed: the snapshot is as it was, or has no version if
+        that cannot be done.
 
-        The next delta counts on no history then: if that was what went wrong, trying again must not go wrong again.
+        The next delta counts on no history then: if that was what went wrong, trying again must not go wrong
+            again.
         """
         if self._outbox is not None:
             self._history.reset()
@@ -208,7 +248,9 @@ class Source:
 
     def _live(self, local: LiveTensors) -> dict[int, LiveSpace]:
         return {
-            width: LiveSpace(FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width])
+            width: LiveSpace(
+                FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width]
+            )
             for width, space in self.spaces.items()
         }
 

@@ -1,13 +1,16 @@
 """Changes that have arrived and been checked, waiting for the vote; and the tensors they will be written to.
 
-Staging costs memory in proportion to the changes, never to the model: what is staged are the segments as they were read, most of them
-views of the frame that they came in. Nothing live is touched before `apply`, which translates and writes in one pass,
+Staging costs memory in proportion to the changes, never to the model: what is staged are the segments as they
+    were read, most of them views of the frame that they came in. Nothing live is touched before `apply`,
+    which translates and writes in one pass,
 in place: addresses stay, version counters of autograd move.
 
 Changes that came as distances are added to the live bits when they are written: what is written then
-lies in the cache because it was read, while reading it before would cost as much again. Whole segments are turned into bits at
-once, for there reading is cheap; and so is what may come to one element twice, since bits may be written twice but distances not
-added twice: a tensor that the sources tie and the receiver does not, and tensors of the receiver that are the same memory.
+lies in the cache because it was read, while reading it before would cost as much again. Whole segments are
+turned into bits at once, for there reading is cheap; and so is what may come to one element twice, since bits
+may be written twice but distances not
+added twice: a tensor that the sources tie and the receiver does not, and tensors of the receiver that are the
+    same memory.
 """
 
 from __future__ import annotations
@@ -44,11 +47,17 @@ class Target:
         return self.flat.is_aliased()
 
     def may_repeat(self, source: int, first: int, length: int) -> bool:
-        """Return whether something of positions [first, first + length) of a source's space may come to one element here twice.
+        """Return whether something of positions [first, first + length) of a source's space may come to one
+        element here twice.
 
-        Where a source position has two homes, and on the p2p route an element two positions, that takes two tables.
+        Where a source position has two homes, and on the p2p route an element two positions, that takes two
+        tables.
         """
-        return self._is_aliased or sum(index_map.meets(first, first + length) for index_map in self.index_maps.get(source, ())) > 1
+        return (
+            self._is_aliased
+            or sum(index_map.meets(first, first + length) for index_map in self.index_maps.get(source, ()))
+            > 1
+        )
 
     def place(self, source: int, first: int, bits: Tensor) -> None:
         """Write dense bits of positions from `first` on of a source's space."""
@@ -56,11 +65,15 @@ class Target:
             kernels.remaps_on(self.flat.device).place(index_map, first, bits.to(self.flat.device), self.flat)
 
     def holds(self, source: int, first: int, length: int) -> bool:
-        """Return whether something of positions [first, first + length) of a source's space may be held here."""
+        """Return whether something of positions [first, first + length) of a source's space may be held
+        here.
+        """
         return any(index_map.meets(first, first + length) for index_map in self.index_maps.get(source, ()))
 
     def resolve(self, source: int, first: int, distances: Tensor) -> Tensor:
-        """Turn dense distances of positions from `first` on of a source's space into bits; what is not held here is of any value."""
+        """Turn dense distances of positions from `first` on of a source's space into bits; what is not held
+        here is of any value.
+        """
         codecs, distances = kernels.codecs_on(self.flat.device), distances.to(self.flat.device)
         bits = torch.zeros_like(distances)
         for index_map in self.index_maps.get(source, ()):
@@ -76,10 +89,20 @@ class Target:
         for index_map in self.index_maps.get(source, ()):
             if index_map.meets(segment.first, segment.first + segment.length):
                 patch = kernels.codecs_on(device).patch
-                patch(index_map, segment.first, positions, values, self.flat, relative=segment.relative, length=length)
+                patch(
+                    index_map,
+                    segment.first,
+                    positions,
+                    values,
+                    self.flat,
+                    relative=segment.relative,
+                    length=length,
+                )
 
     def as_bits(self, source: int, segment: Segment) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield positions of this space and bits for the distances of a segment, once for every table of the source that has some."""
+        """Yield positions of this space and bits for the distances of a segment, once for every table of the
+        source that has some.
+        """
         device = self.flat.device
         positions, distances = segment.unpacked().to(device), segment.values.to(device)
         for index_map in self.index_maps.get(source, ()):
@@ -134,7 +157,16 @@ class StagedPatch:
     @property
     def nbytes(self) -> int:
         """Bytes of what is staged; frames, of which most of it is views, count once."""
-        tensors = [bits for *_, bits in self.dense] + [tensor for _, *changes in self.absolute for tensor in changes]
-        tensors += [part for *_, segment in self.sparse for part in (segment.positions, segment.values) if part is not None]
-        memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        tensors = [bits for *_, bits in self.dense] + [
+            tensor for _, *changes in self.absolute for tensor in changes
+        ]
+        tensors += [
+            part
+            for *_, segment in self.sparse
+            for part in (segment.positions, segment.values)
+            if part is not None
+        ]
+        memory = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+        }
         return sum(memory.values())

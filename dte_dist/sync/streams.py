@@ -1,13 +1,16 @@
 """The streams of a GPU that syncs in the background run on, beside the caller's.
 
-On the caller's own stream a sync would wait for everything that the caller queues there after the call, such as the next training
-step; and on any other, memory that the call took on the caller's stream could be given out again while the sync still reads it. So
-the whole sync, its preparation in the caller's thread too, runs on a stream of its own, one for each device:
+On the caller's own stream a sync would wait for everything that the caller queues there after the call, such
+as the next training step; and on any other, memory that the call took on the caller's stream could be given
+out again while the sync still reads it. So the whole sync, its preparation in the caller's thread too, runs
+on a stream of its own, one for each device:
 
 1. `aside` returns the streams; they come after what the caller has queued so far.
 2. The sync is prepared on them (`on`), and all memory that it takes belongs to them.
-3. `hold_back` makes the caller's streams wait for the preparation: an optimizer step comes after the bits have been read.
-4. The thread runs the rest `on` them, and `settle`s them before the sync counts as done: what it wrote can then be used on any stream.
+3. `hold_back` makes the caller's streams wait for the preparation: an optimizer step comes after the bits
+   have been read.
+4. The thread runs the rest `on` them, and `settle`s them before the sync counts as done: what it wrote can
+   then be used on any stream.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ Streams = Sequence[torch.cuda.Stream]
 
 
 def fork_streams(devices: Iterable[torch.device]) -> Streams:
-    """Return a stream for each GPU, which continues from where the caller's stream is now; none for the CPU."""
+    """Return a stream for each GPU, which continues from where the caller's stream is now; none for the
+    CPU.
+    """
     streams = [_stream(device) for device in devices if device.type == "cuda"]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(stream.device))

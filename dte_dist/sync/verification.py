@@ -1,12 +1,16 @@
 """Do receivers hold the bits that sources believe they hold? Digests of live bits, compared across ranks.
 
-A verification is a meeting of all ranks of a channel, like a sync (`sync.protocol`), and may end one (`verify_interval=`):
+A verification is a meeting of all ranks of a channel, like a sync (`sync.protocol`), and may end one
+(`verify_interval=`):
 
-1.   Sources digest their snapshot, which is what the receivers are to hold, for every kind of receiver (those placed alike): for each
-     tensor the elements that such a receiver has, by their places there. Then their live tensors, to see what moved since.
-2.   Receivers digest their live tensors. All of it is one read of the weights on every rank, and one of the snapshot on a source.
+1.   Sources digest their snapshot, which is what the receivers are to hold, for every kind of receiver (those
+     placed alike): for each tensor the elements that such a receiver has, by their places there. Then their
+     live tensors, to see what moved since.
+2.   Receivers digest their live tensors. All of it is one read of the weights on every rank, and one of the
+     snapshot on a source.
 3. o One row per rank with all digests goes round. Those of the sources add up, whoever holds which part.
-4.   All ranks compare, and come to the same report. A receiver that differs gives up its version: the next sync seeds it.
+4.   All ranks compare, and come to the same report. A receiver that differs gives up its version: the next
+     sync seeds it.
 
 The step with a ring (o) is an exchange.
 """
@@ -49,7 +53,9 @@ class Verifier:
         source, receiver: what this rank is.
     """
 
-    def __init__(self, model: ModelMap, control: Communicator, source: Source | None, receiver: Receiver | None) -> None:
+    def __init__(
+        self, model: ModelMap, control: Communicator, source: Source | None, receiver: Receiver | None
+    ) -> None:
         self._model, self._control, self._source, self._receiver = model, control, source, receiver
         self._lane = lanes_of(model.receiver_spaces)
         self._kinds = {lane: model.receiver_spaces[rank] for rank, lane in reversed(self._lane.items())}
@@ -70,16 +76,23 @@ class Verifier:
         """
         begin = time.perf_counter()
         row, error = capture(lambda: self._row(live)) if version != NONE else (None, None)
-        table = raise_if_any(self._control, error, np.zeros(self._columns(), np.int64) if row is None else row)
+        table = raise_if_any(
+            self._control, error, np.zeros(self._columns(), np.int64) if row is None else row
+        )
         different = {rank: names for rank in ranks if (names := self._different(table, rank))}
         if self._receiver is not None and self._control.rank in different:
             self._receiver.state.invalidate(DIFFERENT)
         names = [name for found in different.values() for name in found]
         return VerifyReport(
-            version=None if version == NONE else version, tensors=len(self._model.slots), different=len(set(names)),
-            first=min(names, default=None), ranks=tuple(different), compared=tuple(ranks),
-            moved=int(table[:, _MOVED].sum()), seconds=time.perf_counter() - begin,
-        )  # fmt: skip
+            version=None if version == NONE else version,
+            tensors=len(self._model.slots),
+            different=len(set(names)),
+            first=min(names, default=None),
+            ranks=tuple(different),
+            compared=tuple(ranks),
+            moved=int(table[:, _MOVED].sum()),
+            seconds=time.perf_counter() - begin,
+        )
 
     def _different(self, table: np.ndarray, rank: int) -> list[str]:
         """Return the names of tensors whose digests on a receiver are not those of the sources."""
@@ -97,7 +110,9 @@ class Verifier:
         return 1 + sum(sizes) + max(sizes)
 
     def _row(self, live: bool) -> np.ndarray:
-        """Return what this rank says: shards that moved, digests for every kind of receiver, digests of its own copy."""
+        """Return what this rank says: shards that moved, digests for every kind of receiver, digests of its
+        own copy.
+        """
         row, first = np.zeros(self._columns(), np.int64), 1
         if self._source is not None:
             row[_MOVED], found = self._of_source(self._source, live)
@@ -136,15 +151,18 @@ class Verifier:
         return slice(first, first)
 
     def _tables(self, source: Source) -> Mapping[int, Mapping[int, Space]]:
-        """Return, by width and lane, the space of what a source and a kind of receiver have in common; made once."""
+        """Return, by width and lane, the space of what a source and a kind of receiver have in common; made
+        once.
+        """
         if self._spaces is None:
             self._spaces = {
                 width: {
                     lane: (build_index_maps(space, kind[width]), kind[width].starts)
-                    for lane, kind in sorted(self._kinds.items()) if width in kind
+                    for lane, kind in sorted(self._kinds.items())
+                    if width in kind
                 }
                 for width, space in source.spaces.items()
-            }  # fmt: skip
+            }
         return self._spaces
 
 

@@ -28,7 +28,8 @@ class VersionState:
         fingerprint: on a receiver, of the live copy as the last commit left it.
         seed_reason: on a receiver without a version, why it has none, as a number of `control.SEED_REASONS`.
         overlapping: on a receiver, chains of other channels that write to some of the same tensors.
-        aborted: a sync broke off, so that receivers may hold a version of this lineage that this source never came to.
+        aborted: a sync broke off, so that receivers may hold a version of this lineage that this source never
+            came to.
     """
 
     version: int = NONE
@@ -54,13 +55,17 @@ class VersionState:
         self.version = version
 
     def invalidate(self, seed_reason: int) -> None:
-        """Give up a receiver's version, for a reason that the report will give; it is seeded by the next sync."""
+        """Give up a receiver's version, for a reason that the report will give; it is seeded by the next
+        sync.
+        """
         reason = seed_reason if self.version != NONE or not self.seed_reason else self.seed_reason
         self.version = NONE  # first: an interrupt may cost the reason, not the seed
         self.seed_reason = reason
 
     def roll_back(self, snapshot: Snapshot | None) -> None:
-        """Undo what a source's snapshot took over and did not settle; without a version if it cannot be what it was."""
+        """Undo what a source's snapshot took over and did not settle; without a version if it cannot be what
+        it was.
+        """
         if snapshot is None:
             return
         try:
@@ -99,6 +104,15 @@ class SyncStep:
     def frame_head(self, source: int, chunks: int, chunk: Chunk) -> FrameHead:
         """Return what the frame of one of the `chunks` chunks of a source says of itself."""
         return FrameHead(
-            schema=self.schema, lineage=self.lineage, base=self.base, version=self.version, source=source, number=chunk.number,
-            count=chunks, width=chunk.width, first=chunk.first, length=chunk.length, seed=self.is_seed,
-        )  # fmt: skip
+            schema=self.schema,
+            lineage=self.lineage,
+            base=self.base,
+            version=self.version,
+            source=source,
+            number=chunk.number,
+            count=chunks,
+            width=chunk.width,
+            first=chunk.first,
+            length=chunk.length,
+            seed=self.is_seed,
+        )

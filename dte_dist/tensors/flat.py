@@ -2,8 +2,8 @@
 
 A model is thousands of tensors, each with a storage of its own. Looping over them in Python costs more than
 the bytes they hold, so the kernels get one table instead: where each tensor starts in the flat array and
-where it lies in memory. The table is built anew at every sync (storages move: `module.to`, `reshard`), which is
-one pass over the list at C speed and keeps no address from one sync to the next.
+where it lies in memory. The table is built anew at every sync (storages move: `module.to`, `reshard`), which
+is one pass over the list at C speed and keeps no address from one sync to the next.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class FlatTensors:
         starts: int64[len(tensors) + 1], position of each tensor's first element; the last is the total.
         table: where they lie, for the loops over CPU memory.
         dtypes: of each tensor as it is read, where some are cast; None if the bits are read as they lie.
-        cast: bool[len(tensors)], whether torch must cast a tensor first; the loops themselves round fp32 to bf16.
+        cast: bool[len(tensors)], whether torch must cast a tensor first; the loops themselves round fp32 to
+            bf16.
         writes: int64[len(tensors)], how often a kernel wrote to each and moved its version counter by 1.
 
     Example:
@@ -64,7 +65,13 @@ class FlatTensors:
 
     __slots__ = ("_own", "cast", "device", "dtypes", "starts", "table", "tensors", "width", "writes")
 
-    def __init__(self, tensors: Sequence[Tensor], width: int, starts: np.ndarray | None = None, known: LiveTensors | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        width: int,
+        starts: np.ndarray | None = None,
+        known: LiveTensors | None = None,
+    ) -> None:
         self.tensors = tuple(tensors)
         self.width = width
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
@@ -83,7 +90,8 @@ class FlatTensors:
         return cls(some.tensors, width, starts, some)
 
     def read_as(self, dtypes: Sequence[torch.dtype]) -> FlatTensors:
-        """Return the same tensors to be read as these dtypes, each of `width` bytes; they are not to be written if one is cast.
+        """Return the same tensors to be read as these dtypes, each of `width` bytes; they are not to be
+        written if one is cast.
 
         Example:
             >>> flat = FlatTensors([torch.ones(2), torch.ones(3, dtype=torch.float16)], 2).read_as([torch.bfloat16, torch.float16])
@@ -98,7 +106,9 @@ class FlatTensors:
         cast = np.fromiter(map(ne, own, dtypes), np.bool_, len(own))
         rounded = np.zeros(len(own), np.bool_)
         if self.device.type == "cpu" and kernels.rounds_as_torch():
-            rounded = whole & np.fromiter([pair == _ROUNDED for pair in zip(own, dtypes, strict=True)], np.bool_, len(own))
+            rounded = whole & np.fromiter(
+                [pair == _ROUNDED for pair in zip(own, dtypes, strict=True)], np.bool_, len(own)
+            )
         flat = copy(self)
         flat.dtypes, flat.cast = tuple(dtypes), cast & ~rounded
         flat.table = Table(self.tensors, self.starts, self.table.addresses, whole, rounded)
@@ -117,7 +127,8 @@ class FlatTensors:
         return self.tensors[index].detach().view(BITS[self.width])
 
     def spans(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return which tensors overlap [begin, end), and the part [low, high) of each, counted from its own start.
+        """Return which tensors overlap [begin, end), and the part [low, high) of each, counted from its own
+        start.
 
         Returns:
             int64 indices, low and high, ascending; empty parts are left out.

@@ -1,8 +1,9 @@
 """The local tensors of a layout at one moment, and what the hot path wants to know of all of them.
 
-Asking a tensor for one thing costs a fraction of a microsecond, which for 20,000 tensors is as long as finding the changes in
-them: what is known of a tensor is seldom in the cache. So each thing is asked once a sync, here, of a few tensors after the other, and
-kept as a column.
+Asking a tensor for one thing costs a fraction of a microsecond, which for 20,000 tensors is as long as
+finding the changes in
+them: what is known of a tensor is seldom in the cache. So each thing is asked once a sync, here, of a few
+    tensors after the other, and kept as a column.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class LiveTensors:
     _live: LiveTensors | None = None
 
     @classmethod
-    def of(cls, objects: Sequence[Any], unwrap: Callable[[Sequence[Any]], list[Tensor]] = list) -> LiveTensors:
+    def of(
+        cls, objects: Sequence[Any], unwrap: Callable[[Sequence[Any]], list[Tensor]] = list
+    ) -> LiveTensors:
         """Ask each tensor all but its device.
 
         Args:
@@ -65,7 +68,11 @@ class LiveTensors:
             unwrap: returns the tensors in some of these.
         """
         count = len(objects)
-        addresses, numels, contiguous = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
+        addresses, numels, contiguous = (
+            np.empty(count, np.int64),
+            np.empty(count, np.int64),
+            np.empty(count, np.bool_),
+        )
         tensors: list[Tensor] = []
         dtypes: list[torch.dtype] = []
         for first in range(0, count, _BATCH):
@@ -80,8 +87,12 @@ class LiveTensors:
 
     def some(self, indices: np.ndarray) -> LiveTensors:
         """Return some of them, by their indices, without asking them again."""
-        tensors, dtypes = ([column[index] for index in indices.tolist()] for column in (self.tensors, self.dtypes))
-        addresses, numels, contiguous = (column[indices] for column in (self.addresses, self.numels, self.contiguous))
+        tensors, dtypes = (
+            [column[index] for index in indices.tolist()] for column in (self.tensors, self.dtypes)
+        )
+        addresses, numels, contiguous = (
+            column[indices] for column in (self.addresses, self.numels, self.contiguous)
+        )
         return LiveTensors(tensors, addresses, numels, contiguous, dtypes, self.device)
 
     @property
@@ -113,8 +124,14 @@ class LiveTensors:
         return replace(self, tensors=(), twins=())
 
     def changed_since(self, before: LiveTensors) -> np.ndarray:
-        """Return the indices of tensors that are not where, or not as, they were before; both have the same number."""
-        same = (self.addresses == before.addresses) & (self.numels == before.numels) & (self.contiguous == before.contiguous)
+        """Return the indices of tensors that are not where, or not as, they were before; both have the same
+        number.
+        """
+        same = (
+            (self.addresses == before.addresses)
+            & (self.numels == before.numels)
+            & (self.contiguous == before.contiguous)
+        )
         if self.dtypes != before.dtypes:
             same &= np.fromiter(map(eq, self.dtypes, before.dtypes), np.bool_, len(same))
         return np.flatnonzero(~same)

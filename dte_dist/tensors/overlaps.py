@@ -14,10 +14,11 @@ __all__ = ["refuse_overlaps", "refuse_shared"]
 
 
 def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Refuse contiguous tensors that share part of their memory, and different views that start at one address.
+    """Refuse contiguous tensors that share part of their memory, and different views that start at one
+    address.
 
-    Tensors that are the same memory seen the same way are ties, which the plan looks at. Strided views that interleave, such as the
-    columns of a fused tensor, are let through.
+    Tensors that are the same memory seen the same way are ties, which the plan looks at. Strided views that
+    interleave, such as the columns of a fused tensor, are let through.
 
     Args:
         names: of the slots.
@@ -67,7 +68,10 @@ def refuse_shared(names: Sequence[str], trained: Sequence[Tensor], received: Seq
         begin, end = _span(tensor) if tensor.numel() else (0, 0)
         before = int(np.searchsorted(begins, end)) - 1
         if before >= 0 and reach[before] > begin:
-            hint = "give into= memory of its own, or leave what is shared out with select=: it is in step already"
+            hint = (
+                "give into= memory of its own, or leave what is shared out with "
+                "select=: it is in step already"
+            )
             raise LayoutMismatch("into= shares memory with the module", tensor=name, hint=hint)
 
 
@@ -78,18 +82,27 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _are_apart(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are contiguous and none begins before another ends, which is so for nearly every module."""
+    """Return whether all tensors are contiguous and none begins before another ends, which is so for nearly
+    every module.
+    """
     local = LiveTensors.of(tensors)
     order = np.argsort(local.addresses, kind="stable")
     begins = local.addresses[order]
-    ends = begins + (local.numels * np.fromiter(map(Tensor.element_size, tensors), np.int64, len(tensors)))[order]
+    ends = (
+        begins
+        + (local.numels * np.fromiter(map(Tensor.element_size, tensors), np.int64, len(tensors)))[order]
+    )
     return bool(local.contiguous.all() and (ends[:-1] <= begins[1:]).all())
 
 
 def _clash(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors overlap but are not the same view; `second` starts at or behind `first`."""
     same_start = first.data_ptr() == second.data_ptr()
-    if same_start and (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype):
+    if same_start and (first.shape, first.stride(), first.dtype) == (
+        second.shape,
+        second.stride(),
+        second.dtype,
+    ):
         return False
     overlap = second.data_ptr() < _end(first)
     return overlap and (same_start or (first.is_contiguous() and second.is_contiguous()))

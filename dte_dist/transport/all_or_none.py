@@ -2,11 +2,13 @@
 
 A rank that raised at once would leave the others waiting for it until their timeout. So it stays, and:
 
-1.   What can fail on one rank alone is called by `error_of` or `or_error`, which keep the error. The rank goes on with nothing to give.
-2. o The next row that the ranks exchange begins with whether this rank failed (`raise_if_any`). If none did, all go on.
+1.   What can fail on one rank alone is called by `error_of` or `or_error`, which keep the error. The rank
+     goes on with nothing to give.
+2. o The next row that the ranks exchange begins with whether this rank failed (`raise_if_any`). If none did,
+     all go on.
 3. o If one did, all exchange the text of their errors, and raise that of the lowest rank (`raise_together`).
-4.   What every rank raises is marked: it comes as `AgreedError`. So is the error in what all ranks have seen alike, and judge alike
-     (`agreed`). The ranks are in step then, and may go on with the same groups.
+4.   What every rank raises is marked: it comes as `AgreedError`. So is the error in what all ranks have seen
+     alike, and judge alike (`agreed`). The ranks are in step then, and may go on with the same groups.
 5.   After any other error they are not: a peer is lost, or this rank is about to be, because what it got is
      damaged (`DamagedRow`), say. It says so on the `Board` of the channel, unless another rank has, and drops
      its groups, which wakes the others. All raise what the first one said (`end_together`).
@@ -27,7 +29,16 @@ from dte_dist.liveness.watch import Watch
 from dte_dist.transport.communicator import Communicator
 from dte_dist.transport.guard import DamagedRow
 
-__all__ = ["AgreedError", "agreed", "capture", "capture_error", "end_together", "forget_frames", "raise_if_any", "raise_together"]
+__all__ = [
+    "AgreedError",
+    "agreed",
+    "capture",
+    "capture_error",
+    "end_together",
+    "forget_frames",
+    "raise_if_any",
+    "raise_together",
+]
 
 _TEXT_BYTES: Final = 4096
 _OWN, _FOUND = 1, 2
@@ -95,7 +106,11 @@ def capture_error(call: Callable[[], object]) -> Exception | None:
 
 
 def raise_if_any(
-    wire: Communicator, error: Exception | None, said: Sequence[int] | np.ndarray = (), *, unsaid: Exception | None = None
+    wire: Communicator,
+    error: Exception | None,
+    said: Sequence[int] | np.ndarray = (),
+    *,
+    unsaid: Exception | None = None,
 ) -> np.ndarray:
     """Exchange a row, and raise the same error on every rank if any rank has one; all members must call.
 
@@ -144,7 +159,8 @@ def raise_together(
     unsaid: Exception | None = None,
     among: Sequence[int] | None = None,
 ) -> NoReturn:
-    """Raise, on every rank, the error of the lowest rank that has one; all members must call, at least one with an error.
+    """Raise, on every rank, the error of the lowest rank that has one; all members must call, at least one
+    with an error.
 
     The text says on which ranks it was raised, unless all raise the same. On these ranks the original error
     is the cause.
@@ -152,7 +168,8 @@ def raise_together(
     Args:
         wire: a group of the ranks concerned; over gloo.
         error: of this rank, None if it has none.
-        unsaid: raised instead if, against the rule, no rank has one; by default a `FrameError`, which is agreed, too.
+        unsaid: raised instead if, against the rule, no rank has one; by default a `FrameError`, which is
+            agreed, too.
         among: ranks whose errors count, the same on all members; None for all.
 
     Raises:
@@ -185,10 +202,12 @@ def end_together(
     """Drop what was open after an error that is not agreed, and return the error that all survivors raise.
 
     Args:
-        error: that ended it: a `PeerLost`, or what failed on this rank, of which the others only see that they lose it.
+        error: that ended it: a `PeerLost`, or what failed on this rank, of which the others only see that
+            they lose it.
         watch: of the channel.
         drop: closes the groups of this rank, and notes why.
-        left: makes the error to raise if the ranks it is given closed theirs on purpose; None if that makes no difference.
+        left: makes the error to raise if the ranks it is given closed theirs on purpose; None if that makes
+            no difference.
     """
     forget_frames(error)
     verdict = watch.settle(error)  # before the groups drop: the others are to raise it, not that they lose us
@@ -199,7 +218,9 @@ def end_together(
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drop what an error's frames hold: operations hold connections, and peers would not learn that we left."""
+    """Drop what an error's frames hold: operations hold connections, and peers would not learn that we
+    left.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__

@@ -1,6 +1,7 @@
 """What carries payloads from senders to their receivers: the interface, and the payload itself.
 
-A transport moves whole payloads and never looks into them. `engine.payload` says what the tensors of a payload mean.
+A transport moves whole payloads and never looks into them. `engine.payload` says what the tensors of a
+payload mean.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _LONGEST: Final = 1e9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """Everything that leads from one version of what a sender holds to the next, as named tensors; nobody writes to them any more.
+    """Everything that leads from one version of what a sender holds to the next, as named tensors; nobody
+    writes to them any more.
 
     Attributes:
         version: that it makes.
@@ -35,10 +37,13 @@ class Payload:
         full: every tensor is there, whole.
         tensors: by name, whole tensors or pairs of positions and values, and a header, which a full payload
             may lack; see `engine.payload`.
-        lineage: random number of the run that holds `version`, 0 if not known; receivers tell a restart by it.
-        base_lineage: the same of `base_version`; it differs where a push in between may or may not have arrived.
+        lineage: random number of the run that holds `version`, 0 if not known; receivers tell a restart by
+            it.
+        base_lineage: the same of `base_version`; it differs where a push in between may or may not have
+            arrived.
         sender: rank of the sender in the plan; 0 if there is no plan.
-        plan: digest of the plan, if the sender is one of several and sends its share of each tensor; empty if it sends whole tensors.
+        plan: digest of the plan, if the sender is one of several and sends its share of each tensor; empty if
+            it sends whole tensors.
 
     Example:
         >>> payload = Payload(8, 7, False, {})
@@ -69,11 +74,13 @@ class Payload:
 class Transport(ABC):
     """Carries payloads; subclass it to send them over anything.
 
-    `send` returns once the payload is safe: the sender then builds the next delta on it. It raises whatever went wrong otherwise, and
-    may be called again with the same version. A transport that keeps payloads (a store, a disk, memory) gives them to receivers
-    that come later; one that does not (a process group) needs sender and receivers to meet, and says so.
+    `send` returns once the payload is safe: the sender then builds the next delta on it. It raises whatever
+        went wrong otherwise, and may be called again with the same version. A transport that keeps payloads
+        (a store, a disk, memory) gives them to receivers that come later; one that does not (a process group)
+        needs sender and receivers to meet, and says so.
 
-    With several senders, each sends its own payload of a version, and a receiver asks for those of the senders it needs, one by one.
+    With several senders, each sends its own payload of a version, and a receiver asks for those of the
+    senders it needs, one by one.
 
     Example:
         >>> class Folder(dte_dist.Transport):
@@ -134,7 +141,8 @@ class Transport(ABC):
         """
 
     def fail(self, error: Exception, *, timeout: float) -> None:  # noqa: B027
-        """Tell ranks that may be waiting for this one why it will not send or receive; nobody waits unless a transport says so.
+        """Tell ranks that may be waiting for this one why it will not send or receive; nobody waits unless a
+        transport says so.
 
         Args:
             error: what is wrong here; the engine raises it next, unless this raises what all ranks raise.

@@ -3,15 +3,19 @@
 For one sync, whose frame sizes every rank knows:
 
 1. Every rank packs the frames into the same buckets (`plan.chunks.pack_buckets`).
-2. Sources send their frames to the root, each at its exact size, in the order of the buckets and at most a bucket ahead.
+2. Sources send their frames to the root, each at its exact size, in the order of the buckets and at most a
+   bucket ahead.
 3. The root collects bucket i + 1 while bucket i is on its way to the receivers. It decodes nothing.
-4. A receiver unpacks bucket i while bucket i + 1 arrives. Two buffers are enough on either side, unless receivers keep what comes.
+4. A receiver unpacks bucket i while bucket i + 1 arrives. Two buffers are enough on either side, unless
+   receivers keep what comes.
 
 A receiver that has no memory for what is to be kept takes the buckets into two buffers that it reserved
 before, and passes them on all the same: `move` returns why.
 
-Buckets reach all receivers by a broadcast each, or, where much is sent or only a few receivers are meant, through
-a chain: each receiver passes pieces on to the next as they arrive, which costs the root one copy for any number of receivers.
+Buckets reach all receivers by a broadcast each, or, where much is sent or only a few receivers are meant,
+through
+a chain: each receiver passes pieces on to the next as they arrive, which costs the root one copy for any
+    number of receivers.
 """
 
 from __future__ import annotations
@@ -38,12 +42,16 @@ _LARGEST: Final = 4 << 20
 """Bytes of the largest one."""
 
 _PIECE_SECONDS: Final = 4e-3
-"""What a piece may take on its way: each receiver of a chain is that much behind the one before, but each piece costs work as well."""
+"""What a piece may take on its way: each receiver of a chain is that much behind the one before, but each
+piece costs work as well.
+"""
 
 _CHAIN_FROM: Final = 1 << 20
 
 Take = Callable[[FrameSlot, Tensor], None]
-"""What a receiver does with one frame; the tensor is a view of the bucket, and stays as it is only if buckets are kept."""
+"""What a receiver does with one frame; the tensor is a view of the bucket, and stays as it is only if buckets
+are kept.
+"""
 
 _Bucket = tuple[Tensor, list[Pending]]
 """The buffer of a bucket, and what is still on its way into it."""
@@ -88,7 +96,14 @@ class BucketedBroadcast:
     """
 
     def __init__(
-        self, gather: Communicator | None, stream: Communicator | None, *, rank: int, root: int, bucket_bytes: int, speed: LinkSpeed | None = None
+        self,
+        gather: Communicator | None,
+        stream: Communicator | None,
+        *,
+        rank: int,
+        root: int,
+        bucket_bytes: int,
+        speed: LinkSpeed | None = None,
     ) -> None:
         self._speed = speed or LinkSpeed()
         self._gather, self._stream = gather, stream
@@ -116,9 +131,15 @@ class BucketedBroadcast:
         return torch.device("cpu") if wire is None else wire.device
 
     def move(
-        self, sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame], targets: Sequence[int], take: Take | None, phases: Phases,
-        *, keep: bool = False,
-    ) -> Exception | None:  # fmt: skip
+        self,
+        sizes: Mapping[int, Sequence[int]],
+        frames: Sequence[Frame],
+        targets: Sequence[int],
+        take: Take | None,
+        phases: Phases,
+        *,
+        keep: bool = False,
+    ) -> Exception | None:
         """Move the frames of one sync; all sources, the root and all targets must call.
 
         Args:
@@ -136,7 +157,15 @@ class BucketedBroadcast:
         total, buckets = sum(map(sum, sizes.values())), pack_buckets(sizes, self._bucket_bytes)
         line = [self._root, *(target for target in targets if target != self._root)]
         take = take if self._rank in targets else None
-        run = _Run(buckets, frames, line, self._piece() if self._is_chain(total, line) else 0, take, keep and take is not None, phases)
+        run = _Run(
+            buckets,
+            frames,
+            line,
+            self._piece() if self._is_chain(total, line) else 0,
+            take,
+            keep and take is not None,
+            phases,
+        )
         if self._rank == self._root:
             self._run_root(run)
         else:
@@ -152,7 +181,9 @@ class BucketedBroadcast:
                 for pending in collecting:
                     pending.wait()
             sending = self._send_bucket(buffer, run)
-            self._wait(before, run)  # only now, so that the link is never idle; the next bucket comes into the same buffer
+            self._wait(
+                before, run
+            )  # only now, so that the link is never idle; the next bucket comes into the same buffer
             ahead, before = self._collect(number + 1, run), sending
             self._unpack(bucket, buffer, run)
         self._wait(before, run)
@@ -164,7 +195,9 @@ class BucketedBroadcast:
                 pending.wait()
 
     def _collect(self, number: int, run: _Run) -> _Bucket:
-        """Start to fill the buffer of bucket `number`, if there is one: receive the frames of other sources, copy our own."""
+        """Start to fill the buffer of bucket `number`, if there is one: receive the frames of other sources,
+        copy our own.
+        """
         buffer, pending = self._buffer(number, run), []
         for parcel in run.bucket(number):
             place = buffer[parcel.begin : parcel.end]
@@ -175,7 +208,9 @@ class BucketedBroadcast:
         return buffer, pending
 
     def _run_receiver(self, run: _Run) -> None:
-        """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if we are a target."""
+        """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if
+        we are a target.
+        """
         sending, coming = self._send_frames(0, run), self._receive_bucket(0, run)
         for number, bucket in enumerate(run.buckets):
             ahead = self._send_frames(number + 1, run)
@@ -221,7 +256,9 @@ class BucketedBroadcast:
         return self._incoming.get(number, bucket[-1].end if bucket else 0, self._device, keep=run.keep)
 
     def _is_chain(self, total: int, line: Sequence[int]) -> bool:
-        """Decide from what all ranks know: a broadcast reaches every receiver, and is cheap while it is small."""
+        """Decide from what all ranks know: a broadcast reaches every receiver, and is cheap while it is
+        small.
+        """
         wire = self._stream
         if wire is None:
             return False

@@ -1,7 +1,9 @@
 """Frames on their way, the buffers they travel in, and a rank that has no memory for them.
 
-What a receiver stages are views of the frames of a delta, so these come in memory of their own. The frames of a seed are written into
-place as they come: two buffers serve for all of them, one of which fills or travels while the other is worked on.
+What a receiver stages are views of the frames of a delta, so these come in memory of their own. The frames of
+a seed are written into
+place as they come: two buffers serve for all of them, one of which fills or travels while the other is worked
+    on.
 
 Memory may be short on one rank while the others go on, and what is on the wire has to be received all the
 same, or the ranks are out of step for good. So the pair of buffers is reserved when a route is first used,
@@ -24,7 +26,9 @@ from dte_dist.errors import SyncFailed
 __all__ = ["Buffers", "Frame", "explain_memory", "lies_on", "write"]
 
 Frame = Tensor | Callable[[Tensor], None]
-"""A frame, or a function that writes it into a buffer of its size: dense frames are made only when they travel."""
+"""A frame, or a function that writes it into a buffer of its size: dense frames are made only when they
+travel.
+"""
 
 _LESS: Final = (
     'free memory on this rank, or call with mode="full", which needs no more than two buckets of '
@@ -33,7 +37,8 @@ _LESS: Final = (
 
 
 class Buffers:
-    """Two byte buffers that take turns and are kept: a large buffer made anew each time costs page faults, and the memory stays.
+    """Two byte buffers that take turns and are kept: a large buffer made anew each time costs page faults,
+    and the memory stays.
 
     Or, for what is to be kept, a new one each time.
 

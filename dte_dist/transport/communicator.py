@@ -1,10 +1,11 @@
 """The process groups of a channel, made for it alone, so that its traffic never meets the user's.
 
-Two threads on one gloo group deliver each other's data, so a channel that may run in the background cannot share a
-group with the user. `dist.new_group` does not serve: it must be called by the whole world, and its name for a
-group that only members know (`use_local_synchronization`) counts the groups each rank happens to have, which
-differs between trainers and rollout ranks. Backends are therefore built directly on the store of the user's
-group, under a prefix that all its members count up together. They belong to nobody else and vanish with the channel.
+Two threads on one gloo group deliver each other's data, so a channel that may run in the background cannot
+share a group with the user. `dist.new_group` does not serve: it must be called by the whole world, and its
+name for a group that only members know (`use_local_synchronization`) counts the groups each rank happens to
+have, which differs between trainers and rollout ranks. Backends are therefore built directly on the store of
+the user's group, under a prefix that all its members count up together. They belong to nobody else and vanish
+with the channel.
 
 Everything travels as uint8 or int64. Sizes are agreed before a receive is posted: gloo ends the process on a
 message that is too long and takes a short one in silence. Sizes are themselves numbers in a row, so each row
@@ -12,9 +13,9 @@ carries a guard (`transport.guard`): a `DamagedRow` is not agreed, since only th
 
 All waits are watched (`liveness.watch`): they end early where it is known that nobody will come.
 
-NCCL runs what was started on it one after the other, so a send and a receive between the same two ranks would wait for each other for
-ever unless they are started as one (`Communicator.swap`). It connects at the first operation, and then all members have to be there: so a
-wire does one as soon as it is made.
+NCCL runs what was started on it one after the other, so a send and a receive between the same two ranks would
+wait for each other for ever unless they are started as one (`Communicator.swap`). It connects at the first
+operation, and then all members have to be there: so a wire does one as soon as it is made.
 """
 
 from __future__ import annotations
@@ -87,9 +88,15 @@ class Communicator:
     """
 
     def __init__(
-        self, name: str, members: Sequence[int], membership: Membership, backend: str,
-        device: torch.device | None = None, *, watch: Watch | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        members: Sequence[int],
+        membership: Membership,
+        backend: str,
+        device: torch.device | None = None,
+        *,
+        watch: Watch | None = None,
+    ) -> None:
         self.name = name
         self.watch = watch or Watch(membership)
         self.members = tuple(members)
@@ -99,7 +106,11 @@ class Communicator:
         self._patient: PatientStore | None = None  # with TORCH_GLOO_LAZY_INIT, gloo may go on asking
         self.device = torch.device("cpu")
         if backend == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device()) if device is None or device.type != "cuda" else device
+            self.device = (
+                torch.device("cuda", torch.cuda.current_device())
+                if device is None or device.type != "cuda"
+                else device
+            )
         self._place = {rank: place for place, rank in enumerate(self.members)}
         store = dist.PrefixStore(name, membership.store)
         if backend == "nccl":
@@ -128,7 +139,10 @@ class Communicator:
             lost = self.watch.lost(self._others(), timeout, began, error)
             if lost.late or self.watch.board.found is not None or self.watch.broken():
                 raise lost from error
-            hint = "see the cause on this rank; all ranks must reach each other where gloo listens (GLOO_SOCKET_IFNAME)"
+            hint = (
+                "see the cause on this rank; all ranks must reach each other where gloo "
+                "listens (GLOO_SOCKET_IFNAME)"
+            )
             raise PeerLost(f"rank {self.rank} could not connect to the other ranks", hint=hint) from error
         patient.limit(timeout.total_seconds())
         self._patient = patient
@@ -173,7 +187,9 @@ class Communicator:
             self._patient.stop()
         if self.device.type == "cpu":
             for rank in self._others():
-                with suppress(RuntimeError):  # as it should: the first is too short, and closes those of all others
+                with suppress(
+                    RuntimeError
+                ):  # as it should: the first is too short, and closes those of all others
                     self._probe(backend, rank).wait(_AT_ONCE)
         backend.abort()
 
@@ -215,7 +231,8 @@ class Communicator:
     def all_gather_rows_inline(
         self, row: np.ndarray, rooms: Mapping[int, int], write: Callable[[Tensor], object] | None = None
     ) -> tuple[np.ndarray, dict[int, Tensor]]:
-        """Gather a row as `rows` does, and with it from every member a inline payload, which has its own checksums.
+        """Gather a row as `rows` does, and with it from every member a inline payload, which has its own
+        checksums.
 
         Args:
             row: int64, of the same length on all ranks.
@@ -248,11 +265,12 @@ class Communicator:
     def all_gather(self, parts: Mapping[int, Tensor]) -> None:
         """Send this rank's part to all other members, and receive theirs; gloo only.
 
-        Straight from each to each: one round trip, where gloo's allgather passes rows around in a ring. And it is known who does not
-        answer.
+        Straight from each to each: one round trip, where gloo's allgather passes rows around in a ring. And
+            it is known who does not answer.
 
         Args:
-            parts: by rank, this one's filled; each of one size on all ranks, those of different ranks may differ.
+            parts: by rank, this one's filled; each of one size on all ranks, those of different ranks may
+                differ.
         """
         at = self.members.index(self.rank)
         others = [*self.members[at + 1 :], *self.members[:at]]
@@ -311,13 +329,21 @@ class Communicator:
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start to send `tensor`; it must stay as it is until waited for."""
-        return self._start("send", [to], lambda: self._as_one(lambda: self._backend.send([tensor], self._place[to], 0)))
+        return self._start(
+            "send", [to], lambda: self._as_one(lambda: self._backend.send([tensor], self._place[to], 0))
+        )
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Start to receive into `tensor`, whose size is the size agreed with the sender."""
-        return self._start("receive", [source], lambda: self._as_one(lambda: self._backend.recv([tensor], self._place[source], 0)))
+        return self._start(
+            "receive",
+            [source],
+            lambda: self._as_one(lambda: self._backend.recv([tensor], self._place[source], 0)),
+        )
 
-    def send_recv(self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None) -> tuple[Pending | None, Pending | None]:
+    def send_recv(
+        self, outgoing: tuple[Tensor, int] | None, incoming: tuple[Tensor, int] | None
+    ) -> tuple[Pending | None, Pending | None]:
         """Start a send and a receive, perhaps between the same two ranks; either may be missing.
 
         Args:
@@ -336,7 +362,9 @@ class Communicator:
         return both, both
 
     def _as_one(self, begin: Callable[[], Any]) -> Any:
-        """Start operations; on NCCL those between two ranks as one, on the connections that all members have."""
+        """Start operations; on NCCL those between two ranks as one, on the connections that all members
+        have.
+        """
         if self.device.type == "cpu":
             return begin()
         self._backend._start_coalescing()

@@ -23,7 +23,9 @@ _FIX: Final = (
 
 
 class DamagedRow(FrameError):
-    """A row or a description came damaged to this rank alone; the others are told by the `Board` of the channel."""
+    """A row or a description came damaged to this rank alone; the others are told by the `Board` of the
+    channel.
+    """
 
 
 def guard_of(row: np.ndarray, sender: int, turn: int) -> int:

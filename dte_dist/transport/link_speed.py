@@ -1,10 +1,11 @@
 """How fast the links of a channel are, learnt from the bytes that it moves.
 
-`codec="auto"` weighs bytes against the time that codecs take. The first sync of a channel seeds every receiver, so before the first
-delta each source has moved its part of the model, and knows how long it took. No probe is sent. A transfer is slower than its link where
-a rank was late, or waited for others that move more: the fastest one counts, of all ranks, which tell each other when
-they acknowledge. It is never much faster if it is large; of a small one, the buffers of sockets take so much that it seems to be there at
-once, so small ones do not count.
+`codec="auto"` weighs bytes against the time that codecs take. The first sync of a channel seeds every
+receiver, so before the first delta each source has moved its part of the model, and knows how long it took.
+No probe is sent. A transfer is slower than its link where
+a rank was late, or waited for others that move more: the fastest one counts, of all ranks, which tell each
+    other when they acknowledge. It is never much faster if it is large; of a small one, the buffers of
+    sockets take so much that it seems to be there at once, so small ones do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Final
 __all__ = ["LinkSpeed"]
 
 _ENOUGH: Final = 16 << 20
-"""Bytes that say something about a link: more than the buffers of sockets, a few MiB at either end, could hide."""
+"""Bytes that say something about a link: more than the buffers of sockets, a few MiB at either end, could
+hide.
+"""
 
 
 class LinkSpeed:
@@ -39,7 +42,9 @@ class LinkSpeed:
         self.agreed: float | None = None
 
     def merge(self, bytes_per_second: int) -> None:
-        """Take note of the most that a rank has learnt, this one included; 0 if they know nothing. All ranks hear the same."""
+        """Take note of the most that a rank has learnt, this one included; 0 if they know nothing. All ranks
+        hear the same.
+        """
         if bytes_per_second > 0:
             self.agreed = float(bytes_per_second)
             self.bytes_per_second = max(self.bytes_per_second or 0.0, self.agreed)

@@ -12,7 +12,8 @@ __all__ = ["LoopbackTransport"]
 
 
 class LoopbackTransport(Transport):
-    """Hand payloads from any number of senders to any number of receivers in the same process; any threads may call it.
+    """Hand payloads from any number of senders to any number of receivers in the same process; any threads
+    may call it.
 
     `send` never waits. A payload may be received any number of times, as long as it is kept.
 
@@ -60,7 +61,8 @@ class LoopbackTransport(Transport):
             self._moved.notify_all()
 
     def receive(self, version: int, *, sender: int = 0, timeout: timedelta | float) -> Payload:
-        """Return the payload of a sender that makes `version`, waiting for it if the sender has not come so far.
+        """Return the payload of a sender that makes `version`, waiting for it if the sender has not come so
+        far.
 
         Example:
             >>> transport = dte_dist.LoopbackTransport()
@@ -78,9 +80,21 @@ class LoopbackTransport(Transport):
             got = f"v{', v'.join(map(str, kept))}" if kept else "nothing"
         if came:
             hint = "pull every version, keep a longer history, or push a full one"
-            raise VersionGap("a version is not kept, or was never sent", ranks=[sender], expected=f"v{version}", got=got, hint=hint)
+            raise VersionGap(
+                "a version is not kept, or was never sent",
+                ranks=[sender],
+                expected=f"v{version}",
+                got=got,
+                hint=hint,
+            )
         expected = f"v{version} in {seconds:g} s"
-        raise PeerLost("a version did not come in time", ranks=[sender], expected=expected, got=got, hint="look after the sender")
+        raise PeerLost(
+            "a version did not come in time",
+            ranks=[sender],
+            expected=expected,
+            got=got,
+            hint="look after the sender",
+        )
 
     def close(self) -> None:
         """Drop all payloads and wake whoever waits.

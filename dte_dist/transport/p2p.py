@@ -1,16 +1,19 @@
-"""The p2p route: frames go from each source straight to the receivers that hold their elements; no rank relays.
+"""The p2p route: frames go from each source straight to the receivers that hold their elements; no rank
+relays.
 
 For one sync, whose frame sizes every rank knows:
 
-1. There are as many steps as there are sources or receivers, whichever are more. In step t, source number i sends to receiver
-   number i + t (modulo the steps): every rank has one partner to send to and one to receive from, whatever the numbers.
-   Where there is no such partner, or nothing to say, the step passes without a message, and later steps keep their partners.
-2. Within a step a rank starts to send its n-th frame and to receive the n-th frame of its partner, waits for the latter, starts both
-   with the next ones, and unpacks it meanwhile. At most two sends and two receives are in flight, in two buffers each unless they are
-   kept.
+1. There are as many steps as there are sources or receivers, whichever are more. In step t, source number i
+   sends to receiver number i + t (modulo the steps): every rank has one partner to send to and one to receive
+   from, whatever the numbers. Where there is no such partner, or nothing to say, the step passes without a
+   message, and later steps keep their partners.
+2. Within a step a rank starts to send its n-th frame and to receive the n-th frame of its partner, waits for
+   the latter, starts both with the next ones, and unpacks it meanwhile. At most two sends and two receives
+   are in flight, in two buffers each unless they are kept.
 3. A rank that is source and receiver hands itself its frames; they never touch the network.
 
-Nothing can block in a circle: the rank that is furthest behind waits only for what its partners have started already.
+Nothing can block in a circle: the rank that is furthest behind waits only for what its partners have started
+    already.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ Sized = tuple[int, Frame]
 """A frame and its bytes."""
 
 TakeFrom = Callable[[int, int, Tensor], None]
-"""What a receiver does with one frame: (source, chunk, frame); the tensor stays as it is only if frames are kept."""
+"""What a receiver does with one frame: (source, chunk, frame); the tensor stays as it is only if frames are
+kept.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +94,20 @@ class PairwiseExchange:
         return torch.device("cpu") if self._wire is None else self._wire.device
 
     def move(
-        self, outgoing: Mapping[int, Sequence[Sized]], incoming: Mapping[int, Sequence[int]], targets: Sequence[int], take: TakeFrom,
-        phases: Phases, *, keep: bool = False,
-    ) -> Exception | None:  # fmt: skip
+        self,
+        outgoing: Mapping[int, Sequence[Sized]],
+        incoming: Mapping[int, Sequence[int]],
+        targets: Sequence[int],
+        take: TakeFrom,
+        phases: Phases,
+        *,
+        keep: bool = False,
+    ) -> Exception | None:
         """Move the frames of one sync; all sources and all targets must call.
 
         Args:
-            outgoing: on a source, its frames for each target, by chunk, with their sizes; those of no bytes are not sent.
+            outgoing: on a source, its frames for each target, by chunk, with their sizes; those of no bytes
+                are not sent.
             incoming: on a target, the sizes of the frames of each source, by chunk.
             targets: the receivers, ascending.
             take: called with each frame on a target; must not raise.
@@ -109,11 +121,18 @@ class PairwiseExchange:
         sending: deque[Pending] = deque()
         for step in range(max(len(self._sources), len(targets))):
             to, source = self._partners(step, targets)
-            frames = [(size, frame) for size, frame in outgoing.get(to, ()) if size] if to != self._rank else []
+            frames = (
+                [(size, frame) for size, frame in outgoing.get(to, ()) if size] if to != self._rank else []
+            )
             if source == self._rank:
                 self._hand_over(outgoing[source], take, phases, keep)
                 source = _NOBODY
-            now = _Round(to, frames, source, [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size])
+            now = _Round(
+                to,
+                frames,
+                source,
+                [(chunk, size) for chunk, size in enumerate(incoming.get(source, ())) if size],
+            )
             going = self._start(now, 0, sending, phases, keep)
             for number in range(max(len(frames), len(now.chunks))):
                 frame, pending = going
@@ -157,8 +176,12 @@ class PairwiseExchange:
         write(frame, place)
         return place
 
-    def _start(self, now: _Round, number: int, sending: deque[Pending], phases: Phases, keep: bool) -> tuple[Tensor | None, Pending | None]:
-        """Start to send frame `number`, once at most one other is on its way, and to receive the partner's; return the latter."""
+    def _start(
+        self, now: _Round, number: int, sending: deque[Pending], phases: Phases, keep: bool
+    ) -> tuple[Tensor | None, Pending | None]:
+        """Start to send frame `number`, once at most one other is on its way, and to receive the partner's;
+        return the latter.
+        """
         frame: Tensor | None = None
         outgoing = incoming = None
         if number < len(now.frames):
@@ -178,7 +201,9 @@ class PairwiseExchange:
 
     def _reach(self) -> Communicator:
         if self._wire is None:
-            raise PeerLost("a group of one rank has nobody to send to", hint="report this as a bug of dte_dist")
+            raise PeerLost(
+                "a group of one rank has nobody to send to", hint="report this as a bug of dte_dist"
+            )
         return self._wire
 
 

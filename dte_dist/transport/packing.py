@@ -1,15 +1,17 @@
-"""A payload as bytes: a description, which is checked before anything is believed, and the data, cut into pieces.
+"""A payload as bytes: a description, which is checked before anything is believed, and the data, cut into
+pieces.
 
 The description is JSON:
 
-    {"format": 1, "version": int, "base_version": int, "full": bool, "lineage": int, "base_lineage": int, "sender": int,
-     "plan": hex digits, "names": [name, ...], "dtypes": [dtype, ...], "shapes": [[size, ...], ...]}
+    {"format": 1, "version": int, "base_version": int, "full": bool, "lineage": int, "base_lineage": int,
+     "sender": int, "plan": hex digits, "names": [name, ...], "dtypes": [dtype, ...], "shapes": [[size, ...],
+     ...]}
 
 and blanks up to a multiple of 8 bytes. The data are the tensors of all names end to end, those of the widest
 elements first so that each lies at a multiple of its element size, and zeros up to a multiple of 8 bytes.
 Both travel in pieces: up to `PIECE` bytes, and behind them 8 bytes with a checksum (see `kernels.checksum`)
-to which the number of the piece is added, and for data a checksum of the description. So no piece is taken for
-another one. Where a piece begins follows from its number.
+to which the number of the piece is added, and for data a checksum of the description. So no piece is taken
+for another one. Where a piece begins follows from its number.
 """
 
 from __future__ import annotations
@@ -33,8 +35,16 @@ from dte_dist.tensors.flat import BITS, FlatTensors
 from dte_dist.transport.base import Payload
 
 __all__ = [
-    "MOST_DATA", "MOST_TEXT", "PIECE", "Arrival", "Description", "Incoming", "Packed", "Piece", "piece_sizes",
-]  # fmt: skip
+    "MOST_DATA",
+    "MOST_TEXT",
+    "PIECE",
+    "Arrival",
+    "Description",
+    "Incoming",
+    "Packed",
+    "Piece",
+    "piece_sizes",
+]
 
 PIECE: Final = 1 << 24
 """Most bytes of data in one piece."""
@@ -76,13 +86,25 @@ class Description:
             LayoutMismatch: a tensor in it cannot be sent; names it.
             ValueError: it is no payload of named tensors.
         """
-        if not isinstance(payload, Payload) or not all(isinstance(tensor, Tensor) for tensor in payload.tensors.values()):
+        if not isinstance(payload, Payload) or not all(
+            isinstance(tensor, Tensor) for tensor in payload.tensors.values()
+        ):
             raise ValueError("a transport sends a Payload of named tensors")
-        head = (payload.version, payload.base_version, payload.full, payload.lineage, payload.base_lineage, payload.sender, payload.plan)
+        head = (
+            payload.version,
+            payload.base_version,
+            payload.full,
+            payload.lineage,
+            payload.base_lineage,
+            payload.sender,
+            payload.plan,
+        )
         for name, tensor in payload.tensors.items():
             dtype_name(name, tensor.dtype)
         shapes = tuple(tuple(tensor.shape) for tensor in payload.tensors.values())
-        return cls(head, tuple(payload.tensors), tuple(tensor.dtype for tensor in payload.tensors.values()), shapes)
+        return cls(
+            head, tuple(payload.tensors), tuple(tensor.dtype for tensor in payload.tensors.values()), shapes
+        )
 
     def to_bytes(self) -> bytes:
         """Write the description.
@@ -94,10 +116,18 @@ class Description:
         """
         version, base, full, lineage, base_lineage, sender, plan = self.head
         document = {
-            "format": _FORMAT, "version": version, "base_version": base, "full": full, "lineage": lineage, "base_lineage": base_lineage,
-            "sender": sender, "plan": plan.hex(), "names": self.names,
-            "dtypes": [dtype_name(name, dtype) for name, dtype in zip(self.names, self.dtypes, strict=True)], "shapes": self.shapes,
-        }  # fmt: skip
+            "format": _FORMAT,
+            "version": version,
+            "base_version": base,
+            "full": full,
+            "lineage": lineage,
+            "base_lineage": base_lineage,
+            "sender": sender,
+            "plan": plan.hex(),
+            "names": self.names,
+            "dtypes": [dtype_name(name, dtype) for name, dtype in zip(self.names, self.dtypes, strict=True)],
+            "shapes": self.shapes,
+        }
         text = json.dumps(document, separators=(",", ":")).encode()
         return text.ljust(-(-len(text) // 8) * 8)
 
@@ -131,7 +161,15 @@ class Description:
         for shape in shapes:
             if len(shape) > 64 or prod(size or 1 for size in shape) > _MOST:
                 raise ValueError("a tensor cannot have such a shape")
-        head = (version, base, document["full"], lineage, base_lineage, sender, bytes.fromhex(document["plan"]))
+        head = (
+            version,
+            base,
+            document["full"],
+            lineage,
+            base_lineage,
+            sender,
+            bytes.fromhex(document["plan"]),
+        )
         return cls(head, tuple(names), tuple(_dtype(name) for name in dtypes), tuple(shapes))
 
     @property
@@ -170,7 +208,12 @@ class Packed:
         self.text, self.nbytes = description.to_bytes(), description.nbytes
         if len(self.text) > MOST_TEXT or self.nbytes > MOST_DATA:
             got = f"{len(self.text)} and {self.nbytes} bytes"
-            raise LayoutMismatch("the payload is too large", expected=f"{MOST_TEXT} and {MOST_DATA}", got=got, hint="split the model")
+            raise LayoutMismatch(
+                "the payload is too large",
+                expected=f"{MOST_TEXT} and {MOST_DATA}",
+                got=got,
+                hint="split the model",
+            )
         self._tensors = [payload.tensors[description.names[index]] for index in description.order()]
 
     def text_pieces(self) -> list[Piece]:
@@ -179,10 +222,16 @@ class Packed:
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of the data."""
-        device = max(self._tensors, key=lambda tensor: tensor.numel() * tensor.element_size()).device if self._tensors else None
+        device = (
+            max(self._tensors, key=lambda tensor: tensor.numel() * tensor.element_size()).device
+            if self._tensors
+            else None
+        )
         parts = [_bytes(tensor.detach().to(device)) for tensor in self._tensors]
         padding = self.nbytes - sum(map(len, parts))
-        flat = FlatTensors([*parts, torch.zeros(padding, dtype=torch.uint8, device=device)] if padding else parts, 1)
+        flat = FlatTensors(
+            [*parts, torch.zeros(padding, dtype=torch.uint8, device=device)] if padding else parts, 1
+        )
         return _pieces(flat, zlib.crc32(self.text))
 
 
@@ -247,7 +296,12 @@ class Arrival:
         self.head = self._description.head
         if self._description.nbytes != nbytes:
             got = f"{self._description.nbytes} bytes"
-            raise FrameError("the data of a payload are not what it describes", expected=f"{nbytes} bytes", got=got, hint=_AGAIN)
+            raise FrameError(
+                "the data of a payload are not what it describes",
+                expected=f"{nbytes} bytes",
+                got=got,
+                hint=_AGAIN,
+            )
         self._data = Incoming(nbytes, device, zlib.crc32(text))
 
     def take(self, number: int, piece: Tensor) -> None:

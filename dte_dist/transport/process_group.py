@@ -1,21 +1,25 @@
 """A transport over a process group: the ranks of the group meet once for every version.
 
-A version is one meeting of all ranks that have to do with it (`Roles.members`). A sender comes to it with its first `send` of that version
-and takes what it needs from other senders along; a rank that only receives comes with its first `receive`. In a meeting:
+A version is one meeting of all ranks that have to do with it (`Roles.members`). A sender comes to it with its
+first `send` of that version and takes what it needs from other senders along; a rank that only receives comes
+with its first `receive`. In a meeting:
 
-1. o Row: version, size of the description and of the data, from every rank. Different versions, or an error on any rank (a call that makes
-     no sense, a payload that cannot be sent), are raised on all ranks.
+1. o Row: version, size of the description and of the data, from every rank. Different versions, or an error
+     on any rank (a call that makes no sense, a payload that cannot be sent), are raised on all ranks.
 2. o Descriptions go from every sender to the ranks that need its payload, in pieces with checksums, and are
      checked there (`packing.Description`).
 3. o Vote: is every description sound, and is there room for the data?
 4. o Data go the same way, in pieces with checksums.
-5. o Vote: has every rank everything, and is it sound? Only then `send` returns, and `receive` gives out the payloads, each once.
+5. o Vote: has every rank everything, and is it sound? Only then `send` returns, and `receive` gives out the
+     payloads, each once.
 
-Steps with a ring (o) are exchanges. The payload of one sender goes to its receivers by broadcasts, or if it is large through a
-chain of them, so that no rank sends it more than once (`BucketedBroadcast`). Those of several senders go straight to the ranks that need them, all
-senders at a time (`PairwiseExchange`). What a rank sends to itself never touches the network.
+Steps with a ring (o) are exchanges. The payload of one sender goes to its receivers by broadcasts, or if it
+is large through a chain of them, so that no rank sends it more than once (`BucketedBroadcast`). Those of
+several senders go straight to the ranks that need them, all senders at a time (`PairwiseExchange`). What a
+rank sends to itself never touches the network.
 
-An error that all ranks share leaves the transport as it was: the next meeting may follow. A rank that is lost, or does not come in
+An error that all ranks share leaves the transport as it was: the next meeting may follow. A rank that is
+    lost, or does not come in
 time, ends it: its groups are closed, which wakes the others.
 """
 
@@ -33,7 +37,15 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.errors import ChannelClosed, DeltaError, FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap
+from dte_dist.errors import (
+    ChannelClosed,
+    DeltaError,
+    FrameError,
+    LayoutMismatch,
+    PeerLost,
+    VersionError,
+    VersionGap,
+)
 from dte_dist.liveness.rendezvous import call_roll, forget_meeting
 from dte_dist.liveness.watch import Watch
 from dte_dist.plan.transfer_plan import Plan
@@ -55,28 +67,35 @@ _T = TypeVar("_T")
 
 
 class ProcessGroupTransport(Transport):
-    """Carry payloads between the ranks of a process group; every member makes one, at the same time, like a group.
+    """Carry payloads between the ranks of a process group; every member makes one, at the same time, like a
+    group.
 
-    It has groups of its own on the store of the user's group, so its traffic never meets the user's; all ranks open their transports
-    and channels over one group in the same order. Nothing is pickled. It keeps no history: sender and receivers meet.
+    It has groups of its own on the store of the user's group, so its traffic never meets the user's; all
+    ranks open their transports and channels over one group in the same order. Nothing is pickled. It keeps no
+    history: sender and receivers meet.
 
-    * `send` waits for its receivers, and returns once all of them have the payload, checked to the last bit; or raises on all ranks.
-    * `receive` waits for the sender. Every receiver must receive every version that is sent, each payload once; to leave one
-      out, receive it and drop it. On a rank that sends, too, `send` comes first and takes along what this rank then receives.
-    * If ranks send or ask for different versions, all of them raise the same `VersionError`; likewise any other error of one rank. The
-      transport stays usable, and the sender's next delta contains the one that failed.
-    * A rank that dies, or does not come within the timeout, is a `PeerLost` on all others, with the same text. The transport is closed
-      then; make one on a group of the survivors.
+    * `send` waits for its receivers, and returns once all of them have the payload, checked to the last bit;
+      or raises on all ranks.
+    * `receive` waits for the sender. Every receiver must receive every version that is sent, each payload
+      once; to leave one out, receive it and drop it. On a rank that sends, too, `send` comes first and takes
+      along what this rank then receives.
+    * If ranks send or ask for different versions, all of them raise the same `VersionError`; likewise any
+      other error of one rank. The transport stays usable, and the sender's next delta contains the one that
+      failed.
+    * A rank that dies, or does not come within the timeout, is a `PeerLost` on all others, with the same
+      text. The transport is closed then; make one on a group of the survivors.
     * Once a rank has closed its transport, the others get `ChannelClosed`. A rank outside the plan, which
       neither sends to another rank nor receives from one, may close its transport or end once it was made.
 
-    Tensors may be on any device: they travel over NCCL if the group has it and every rank has a GPU, else over gloo, and arrive on
-    the device on which they travelled; the engine writes them to any. One thread per rank may use it.
+    Tensors may be on any device: they travel over NCCL if the group has it and every rank has a GPU, else
+        over gloo, and arrive on the device on which they travelled; the engine writes them to any. One thread
+        per rank may use it.
 
     Args:
         group: process group, or a mesh of one dimension; None for the world.
         src: group rank of the one sender, 0 if nothing is given; all other members receive.
-        plan: for several senders: who sends to whom, in group ranks; each payload goes only to the ranks that need it.
+        plan: for several senders: who sends to whom, in group ranks; each payload goes only to the ranks that
+            need it.
         timeout: seconds, or a timedelta, that any wait for another rank may take; `send` and `receive` may
             ask for less.
 
@@ -97,9 +116,13 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(
-        self, group: Group | None = None, *, src: int | None = None, plan: Plan | None = None,
+        self,
+        group: Group | None = None,
+        *,
+        src: int | None = None,
+        plan: Plan | None = None,
         timeout: timedelta | float = TIMEOUT,
-    ) -> None:  # fmt: skip
+    ) -> None:
         patience, error = capture(lambda: check_timeout(timeout))
         self._patience = patience or check_timeout(TIMEOUT)
         self._pid = os.getpid()
@@ -153,7 +176,9 @@ class ProcessGroupTransport(Transport):
         if roles is None or (rows[:, 1:] != digest).any():
             others = [rank for rank, row in enumerate(rows[:, 1:].tolist()) if row != rows[0, 1:].tolist()]
             hint = "pass the same src= or plan= on every rank"
-            raise AgreedError(LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], hint=hint))
+            raise AgreedError(
+                LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], hint=hint)
+            )
         forget_meeting(self._watch, [control])
         self._roles, members = roles, roles.members
         self._watch.members, self._watch.is_ending, self._control = members, False, control
@@ -166,7 +191,9 @@ class ProcessGroupTransport(Transport):
             return
         self._data = self._wire("data", members, membership, "nccl") if rows[:, 0].all() else self._control
         self._move_text = mover(self._control, self._rank, roles)
-        self._move_data = self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
+        self._move_data = (
+            self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
+        )
 
     def _wire(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> Communicator:
         self._wires.append(Communicator(name, members, membership, backend, watch=self._watch))
@@ -198,7 +225,8 @@ class ProcessGroupTransport(Transport):
         self._own = payload
 
     def receive(self, version: int, *, sender: int = 0, timeout: timedelta | float) -> Payload:
-        """Return the payload of a sender, once; the first call for a version waits for all senders that this rank needs.
+        """Return the payload of a sender, once; the first call for a version waits for all senders that this
+        rank needs.
 
         Args:
             version: that is being sent.
@@ -263,9 +291,12 @@ class ProcessGroupTransport(Transport):
             >>> transport.receive(1, timeout=60)
             Traceback (most recent call last):
                 ...
-            dte_dist.errors.ChannelClosed: the transport is closed: it was closed. Hint: make a new transport on every rank of the group.
+            dte_dist.errors.ChannelClosed: the transport is closed: it was closed. Hint: make a new transport
+            on every rank of the group.
         """
-        if self._why is None and os.getpid() == self._pid:  # a forked child has the connections, but they are its parent's
+        if (
+            self._why is None and os.getpid() == self._pid
+        ):  # a forked child has the connections, but they are its parent's
             if self._rank in self._roles.members:
                 self._watch.board.leave(self._rank)
             if self._met is not None:  # all members have connected
@@ -275,14 +306,22 @@ class ProcessGroupTransport(Transport):
     def _check_payload(self, payload: Payload) -> None:
         roles = self._roles
         if self._rank not in roles.contributors:
-            raise ValueError(f"rank {self._rank} is no sender of this transport, these are: {', '.join(map(str, roles.contributors))}")
+            raise ValueError(
+                f"rank {self._rank} is no sender of this transport, these are: "
+                f"{', '.join(map(str, roles.contributors))}"
+            )
         if not isinstance(payload, Payload):
             raise ValueError(f"a transport sends a Payload, not a {type(payload).__name__}")
         _check_version(payload.version)
         if roles.plan and (payload.sender, payload.plan) != (self._rank, roles.plan):
-            expected, got = (f"rank {rank}, {plan.hex()}" for rank, plan in ((self._rank, roles.plan), (payload.sender, payload.plan)))
+            expected, got = (
+                f"rank {rank}, {plan.hex()}"
+                for rank, plan in ((self._rank, roles.plan), (payload.sender, payload.plan))
+            )
             hint = "give transport and engine the same plan, and the engine this process's rank in the group"
-            raise LayoutMismatch("a payload of another rank or plan", ranks=[self._rank], expected=expected, got=got, hint=hint)
+            raise LayoutMismatch(
+                "a payload of another rank or plan", ranks=[self._rank], expected=expected, got=got, hint=hint
+            )
 
     def _check_request(self, version: int, source: int) -> None:
         """Check that this rank may wait for a payload that is not here."""
@@ -290,8 +329,17 @@ class ProcessGroupTransport(Transport):
         if source not in self._roles.needs.get(self._rank, ()):
             raise ValueError(f"rank {self._rank} does not get the payloads of rank {source}")
         if source == self._rank or self._rank in self._roles.senders:
-            what, got = "a rank that sends, too, asked for a version that it has not sent, or has received", self._met
-            raise VersionGap(what, ranks=[self._rank], expected=version, got="none" if got is None else got, hint="push, then pull once")
+            what, got = (
+                "a rank that sends, too, asked for a version that it has not sent, or has received",
+                self._met,
+            )
+            raise VersionGap(
+                what,
+                ranks=[self._rank],
+                expected=version,
+                got="none" if got is None else got,
+                hint="push, then pull once",
+            )
 
     def _take(self, version: int, source: int) -> Payload | None:
         """Give out a payload that is here."""
@@ -346,7 +394,9 @@ class ProcessGroupTransport(Transport):
         row = [version if error is None else _NONE, len(text), packed.nbytes if packed is not None else 0]
         rows = _rows(self._control, error, row)
         _check_rows(rows, self._control.members, self._roles.senders)
-        said = {sender: rows[self._control.members.index(sender), 1:].tolist() for sender in self._roles.senders}
+        said = {
+            sender: rows[self._control.members.index(sender), 1:].tolist() for sender in self._roles.senders
+        }
 
         texts: dict[int, Incoming] = {}
         arrivals: dict[int, Arrival] = {}
@@ -376,7 +426,10 @@ class ProcessGroupTransport(Transport):
         self._move_data(data_sizes, pieces, take_data)
         payloads: dict[int, Payload] = {}
         self._watch.is_ending = True
-        _keep_error(faults, lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}))
+        _keep_error(
+            faults,
+            lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}),
+        )
         self._vote(faults)
         return payloads
 
@@ -386,7 +439,13 @@ class ProcessGroupTransport(Transport):
         said = (arrival.head[0], *arrival.head[5:]) if self._roles.plan else (arrival.head[0],)
         expected = (version, sender, self._roles.plan) if self._roles.plan else (version,)
         if said != expected:
-            raise FrameError("a payload is not the one that was announced", ranks=[sender], expected=expected, got=said, hint="push again")
+            raise FrameError(
+                "a payload is not the one that was announced",
+                ranks=[sender],
+                expected=expected,
+                got=said,
+                hint="push again",
+            )
         return arrival
 
     def _vote(self, faults: Sequence[Exception]) -> None:
@@ -396,7 +455,9 @@ class ProcessGroupTransport(Transport):
     def _refuse_closed(self) -> None:
         if os.getpid() != self._pid:
             hint = "use it in the process that made it; start workers by spawn, not fork"
-            raise ChannelClosed("the transport belongs to the process that this one was forked from", hint=hint)
+            raise ChannelClosed(
+                "the transport belongs to the process that this one was forked from", hint=hint
+            )
         if self._why is not None:
             raise ChannelClosed(f"the transport is closed: {self._why}", hint=_NEW)
 
@@ -420,12 +481,23 @@ def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]
     if len(versions) > 1:
         got = ", ".join(f"v{version} on rank {rank}" for version, rank in sorted(versions.items()))
         hint = "send and receive the same version on every rank"
-        raise AgreedError(VersionError("ranks send or ask for different versions", ranks=sorted(versions.values()), got=got, hint=hint))
+        raise AgreedError(
+            VersionError(
+                "ranks send or ask for different versions",
+                ranks=sorted(versions.values()),
+                got=got,
+                hint=hint,
+            )
+        )
     for rank, (text, data) in zip(members, rows[:, 1:].tolist(), strict=True):
         most, least = ((MOST_TEXT, MOST_DATA), 8) if rank in senders else ((0, 0), 0)
         if not (least <= text <= most[0] and 0 <= data <= most[1] and text % 8 == data % 8 == 0):
             hint = "push again; if it stays, the ranks run different versions of dte_dist"
-            raise AgreedError(FrameError("a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", hint=hint))
+            raise AgreedError(
+                FrameError(
+                    "a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", hint=hint
+                )
+            )
 
 
 def _rows(wire: Communicator, error: Exception | None, said: Sequence[int] = ()) -> np.ndarray:

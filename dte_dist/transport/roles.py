@@ -19,10 +19,14 @@ from dte_dist.transport.packing import PIECE, piece_sizes
 __all__ = ["Move", "Roles", "Take", "mover"]
 
 Take = Callable[[int, int, Tensor], None]
-"""What is done with a frame: (sender, number, bytes); it must not raise, and the tensor does not outlive the call."""
+"""What is done with a frame: (sender, number, bytes); it must not raise, and the tensor does not outlive the
+call.
+"""
 
 Move = Callable[[Mapping[int, Sequence[int]], Sequence[tuple[int, Frame]], Take], None]
-"""Moves frames: their sizes by sender, this rank's own with their sizes, and what is done with each that comes."""
+"""Moves frames: their sizes by sender, this rank's own with their sizes, and what is done with each that
+comes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,17 @@ class Roles:
         else:
             contributors = tuple(plan.contributed)
             receivers = sorted(set(plan.held.rank.tolist()))
-            needs = {rank: tuple(sender for sender in contributors if plan.bytes_between(sender, rank)) for rank in receivers}
+            needs = {
+                rank: tuple(sender for sender in contributors if plan.bytes_between(sender, rank))
+                for rank in receivers
+            }
         pairs = [(sender, rank) for rank, senders in needs.items() for sender in senders if sender != rank]
         members = tuple(sorted({rank for pair in pairs for rank in pair}))
         if members and not 0 <= members[0] <= members[-1] < size:
-            raise ValueError(f"the plan has rank {members[-1]}, the group ends at {size - 1}: a plan for a transport counts in group ranks")
+            raise ValueError(
+                f"the plan has rank {members[-1]}, the group ends at {size - 1}: a plan for a "
+                "transport counts in group ranks"
+            )
         senders = tuple(sorted({sender for sender, _ in pairs}))
         return cls(contributors, needs, senders, members, plan.digest() if plan is not None else b"")
 
@@ -79,7 +89,9 @@ class Roles:
 
     def digest(self) -> bytes:
         """Return 16 bytes that differ when roles differ."""
-        return hashlib.blake2b(repr((self.contributors, sorted(self.needs.items()), self.plan)).encode(), digest_size=16).digest()
+        return hashlib.blake2b(
+            repr((self.contributors, sorted(self.needs.items()), self.plan)).encode(), digest_size=16
+        ).digest()
 
 
 def mover(wire: Communicator, rank: int, roles: Roles) -> Move:
@@ -91,7 +103,13 @@ def mover(wire: Communicator, rank: int, roles: Roles) -> Move:
         relay.reserve({root: [largest]}, receiver=rank in targets)
 
         def stream(sizes: Mapping[int, Sequence[int]], mine: Sequence[tuple[int, Frame]], take: Take) -> None:
-            relay.move(sizes, [frame for _, frame in mine], targets, lambda parcel, frame: take(parcel.source, parcel.chunk, frame), phases)
+            relay.move(
+                sizes,
+                [frame for _, frame in mine],
+                targets,
+                lambda parcel, frame: take(parcel.source, parcel.chunk, frame),
+                phases,
+            )
 
         return stream
     exchange = PairwiseExchange(wire, rank=rank, sources=roles.senders)
@@ -101,6 +119,8 @@ def mover(wire: Communicator, rank: int, roles: Roles) -> Move:
 
     def swap(sizes: Mapping[int, Sequence[int]], mine: Sequence[tuple[int, Frame]], take: Take) -> None:
         outgoing: dict[int, Sequence[tuple[int, Frame]]] = dict.fromkeys(roles.receivers(rank), mine)
-        exchange.move({**outgoing, rank: ()}, {source: sizes[source] for source in sources}, everyone, take, phases)
+        exchange.move(
+            {**outgoing, rank: ()}, {source: sizes[source] for source in sources}, everyone, take, phases
+        )
 
     return swap

@@ -1,7 +1,8 @@
 """Are the receivers bit-identical to the sources? Asked after every timed call, outside of the timed part.
 
-Source s and receiver r have a block of every parameter in common. Both hash the bytes of these blocks, in the order of the
-model; the hashes must be equal for every pair. It is a hash of our own and no code of what is being measured.
+Source s and receiver r have a block of every parameter in common. Both hash the bytes of these blocks, in the
+order of the model; the hashes must be equal for every pair. It is a hash of our own and no code of what is
+being measured.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def check(world: World, what: str) -> None:
 
 
 def digest(tensor: Tensor, seed: int = 0) -> int:
-    """Return 64 bits that depend on every byte of a tensor and on where it stands; chain tensors by passing the last digest as seed.
+    """Return 64 bits that depend on every byte of a tensor and on where it stands; chain tensors by passing
+    the last digest as seed.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
@@ -61,14 +63,19 @@ def digest(tensor: Tensor, seed: int = 0) -> int:
     rest = np.zeros(8, np.uint8)
     rest[: len(data) - whole] = data[whole:]
     words = _mix(np.require(data[:whole].view(np.uint64), requirements="A"), np.uint64(seed))
-    return int(_mix(np.concatenate([rest.view(np.uint64), np.array([len(data)], np.uint64)]), np.uint64(words)))
+    return int(
+        _mix(np.concatenate([rest.view(np.uint64), np.array([len(data)], np.uint64)]), np.uint64(words))
+    )
 
 
 def _digest_of_pair(world: World, source: int, receiver: int) -> int:
     value = 0
     for index, local in enumerate(world.locals()):
         block, held = world.block(index, source, receiver), world.held(index)
-        here = tuple(slice(want.start - have.start, want.stop - have.start) for want, have in zip(block, held, strict=True))
+        here = tuple(
+            slice(want.start - have.start, want.stop - have.start)
+            for want, have in zip(block, held, strict=True)
+        )
         value = digest(local[here], value)
     return value
 

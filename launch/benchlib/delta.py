@@ -1,7 +1,7 @@
 """Methods (b), (d) and (e): dte_dist itself, by either route, densely or as a delta.
 
-Methods that use one codec share a channel, as calls of one program would. A channel notices when another method wrote to the
-receivers; it is then brought up to date before the update, outside of the timed part.
+Methods that use one codec share a channel, as calls of one program would. A channel notices when another
+method wrote to the receivers; it is then brought up to date before the update, outside of the timed part.
 """
 
 from __future__ import annotations

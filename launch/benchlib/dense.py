@@ -82,7 +82,12 @@ class DenseBroadcast(Method):
 
     def _broadcast(self, number: int) -> Any:
         size = sum(torch.Size(self._shapes[index]).numel() for index in self._buckets[number])
-        return dist.broadcast(self._buffers[number % 2][:size].view(torch.uint8), group=self._world.root_group, group_src=0, async_op=True)
+        return dist.broadcast(
+            self._buffers[number % 2][:size].view(torch.uint8),
+            group=self._world.root_group,
+            group_src=0,
+            async_op=True,
+        )
 
     def _places(self, number: int) -> dict[int, Tensor]:
         """Return where each parameter of a bucket lies in its buffer; nothing on a rank that has none."""

@@ -1,6 +1,8 @@
-"""Starts the ranks of the bench where torchrun did not: one process each, on this host or each on an emulated host of its own.
+"""Starts the ranks of the bench where torchrun did not: one process each, on this host or each on an emulated
+host of its own.
 
-If one fails, or the launcher is told to stop, all are ended. If the launcher itself is killed, the kernel ends them.
+If one fails, or the launcher is told to stop, all are ended. If the launcher itself is killed, the kernel
+ends them.
 """
 
 from __future__ import annotations
@@ -46,16 +48,30 @@ def launch(script: str, arguments: Sequence[str], ranks: int, links: Rate | None
             stack.enter_context(Network(ranks, links))
         started: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, started)
-        stack.callback(_ignore_interrupts)  # from here on up, in reverse: what has begun to be cleaned up is cleaned up
+        stack.callback(
+            _ignore_interrupts
+        )  # from here on up, in reverse: what has begun to be cleaned up is cleaned up
         address, port = ("127.0.0.1", _free_port()) if links is None else (ADDRESS.format(1), _PORT)
         for rank in range(ranks):
-            here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": address, "MASTER_PORT": port}
-            environment = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in here.items()}}
+            here = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+            }
+            environment = {
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                **{name: str(value) for name, value in here.items()},
+            }
             environment |= {"GLOO_SOCKET_IFNAME": "lo" if links is None else INTERFACE, STARTED: "1"}
             prefix = [] if links is None else Network.prefix(rank)
             command = [*prefix, sys.executable, script, *arguments]
             started.append(  # the launcher has a single thread, so a function between fork and exec is safe
-                subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_die_with_parent)  # noqa: PLW1509
+                subprocess.Popen(
+                    command, env=environment, start_new_session=True, preexec_fn=_die_with_parent  # noqa: PLW1509
+                )
             )
         return _wait(started)
 

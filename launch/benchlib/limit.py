@@ -1,8 +1,9 @@
 """The fewest bytes that an update can take, if nothing is known about it but counts: an entropy.
 
-Positions: within each segment of 2^20 elements any element is as likely to have changed as any other, so k changes of n elements
-take n * H(k / n) bits, with H the binary entropy. Values: the signed distance between old and new bits, counted in steps between
-neighbouring floats, takes the entropy of its histogram over the whole update. Both sides know the old bits.
+Positions: within each segment of 2^20 elements any element is as likely to have changed as any other, so k
+    changes of n elements take n * H(k / n) bits, with H the binary entropy. Values: the signed distance
+    between old and new bits, counted in steps between neighbouring floats, takes the entropy of its histogram
+    over the whole update. Both sides know the old bits.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Limit:
 
 
 def ordered(bits: Tensor) -> Tensor:
-    """Map bf16 bits (int16) to integers (int16) in the order of the floats, -0.0 below +0.0; applied twice it is undone.
+    """Map bf16 bits (int16) to integers (int16) in the order of the floats, -0.0 below +0.0; applied twice it
+    is undone.
 
     Example:
         >>> ordered(torch.tensor([-0.0, 0.0, 1e-40], dtype=torch.bfloat16).view(torch.int16)).tolist()

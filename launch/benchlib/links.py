@@ -4,8 +4,9 @@
 2. The other end of its link is a port of a bridge in the namespace `dtebenchhub`.
 3. A token bucket at either end holds what the node sends, and what it gets, to the rate.
 
-Nothing of it is visible outside of these namespaces. They go when the `Network` is left, whatever the reason; what a killed
-bench left behind goes when the next one starts. A lock on a file keeps two benches from taking each other's namespaces down.
+Nothing of it is visible outside of these namespaces. They go when the `Network` is left, whatever the reason;
+what a killed bench left behind goes when the next one starts. A lock on a file keeps two benches from taking
+each other's namespaces down.
 """
 
 from __future__ import annotations
@@ -110,13 +111,28 @@ class Network(AbstractContextManager):
         _ip("-n", name, "link", "set", INTERFACE, "up")
         _ip("-n", name, "link", "set", "lo", "up")
         for namespace, device in ((name, INTERFACE), (_HUB, port)):
-            _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", str(self._rate), *_BUCKET)
+            _run(
+                "tc",
+                "-n",
+                namespace,
+                "qdisc",
+                "add",
+                "dev",
+                device,
+                "root",
+                "tbf",
+                "rate",
+                str(self._rate),
+                *_BUCKET,
+            )
 
 
 def _require_tools() -> None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise NetworkError(f"--links needs {' and '.join(missing)}: install iproute2 (apt-get install iproute2)")
+        raise NetworkError(
+            f"--links needs {' and '.join(missing)}: install iproute2 (apt-get install iproute2)"
+        )
     if os.geteuid() != 0:
         raise NetworkError("--links makes network namespaces: run it as root")
 
@@ -127,13 +143,19 @@ def _lock() -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise NetworkError("another bench is using its namespaces on this machine: wait until it has ended") from None
+        raise NetworkError(
+            "another bench is using its namespaces on this machine: wait until it has ended"
+        ) from None
     return file
 
 
 def _remove_all() -> None:
     """Remove every namespace of a bench, and the processes in it; only the holder of the lock may call."""
-    names = [line.split()[0] for line in _ip("netns", "list").splitlines() if re.match(rf"{_PREFIX}(\d+|hub)\b", line)]
+    names = [
+        line.split()[0]
+        for line in _ip("netns", "list").splitlines()
+        if re.match(rf"{_PREFIX}(\d+|hub)\b", line)
+    ]
     for name in names:
         _end_processes(name)
         _ip("netns", "del", name)

@@ -63,15 +63,24 @@ class Summary:
     def fields(self) -> dict[str, Any]:
         """Return the fields of a `Row`."""
         return {
-            "times": self.times, "median_s": median(self.times), "min_s": min(self.times), "cpu_s": self.cpu_s,
-            "wire_bytes": self.wire_bytes, "nic_bytes": self.nic_bytes, "changed": self.changed,
+            "times": self.times,
+            "median_s": median(self.times),
+            "min_s": min(self.times),
+            "cpu_s": self.cpu_s,
+            "wire_bytes": self.wire_bytes,
+            "nic_bytes": self.nic_bytes,
+            "changed": self.changed,
             "bytes_per_change": self.wire_bytes / self.changed if self.changed else None,
-            "limit_bytes_per_change": self.limit.bytes_per_change, "phases": self.phases,
-            "source_rss_mib": self.source_rss_mib, "receiver_rss_mib": self.receiver_rss_mib,
-        }  # fmt: skip
+            "limit_bytes_per_change": self.limit.bytes_per_change,
+            "phases": self.phases,
+            "source_rss_mib": self.source_rss_mib,
+            "receiver_rss_mib": self.receiver_rss_mib,
+        }
 
 
-def timed(call: Callable[[], Moved], group: dist.ProcessGroup, *, limit: Limit, is_source: bool, linked: bool) -> Call:
+def timed(
+    call: Callable[[], Moved], group: dist.ProcessGroup, *, limit: Limit, is_source: bool, linked: bool
+) -> Call:
     """Run one call between nothing but a barrier and a look at the clock."""
     _reset_peak()
     held = _memory("VmRSS")
@@ -81,7 +90,9 @@ def timed(call: Callable[[], Moved], group: dist.ProcessGroup, *, limit: Limit, 
     moved = call()
     seconds, cpu = time.perf_counter() - begin, _cpu() - cpu
     after = _traffic() if linked else None
-    nic = (after[0] - traffic[0], after[1] - traffic[1]) if traffic is not None and after is not None else None
+    nic = (
+        (after[0] - traffic[0], after[1] - traffic[1]) if traffic is not None and after is not None else None
+    )
     return Call(seconds, cpu, max(0, _memory("VmHWM") - held), nic, moved, limit, is_source)
 
 
@@ -89,20 +100,29 @@ def summarize(repetitions: Sequence[Sequence[Call]]) -> Summary:
     """Put together the calls of all ranks in all repetitions."""
     limits = [sum((call.limit for call in calls), Limit()) for calls in repetitions]
     total = sum(limits, Limit())
-    nics = [max(max(call.nic) for call in calls if call.nic is not None) for calls in repetitions if calls[0].nic is not None]
+    nics = [
+        max(max(call.nic) for call in calls if call.nic is not None)
+        for calls in repetitions
+        if calls[0].nic is not None
+    ]
     return Summary(
         times=tuple(max(call.seconds for call in calls) for calls in repetitions),
         cpu_s=median(sum(call.cpu for call in calls) for calls in repetitions),
         wire_bytes=int(median(max(call.moved.wire_bytes for call in calls) for calls in repetitions)),
         nic_bytes=int(median(nics)) if nics else None,
-        changed=round(median(limit.changed for limit in limits)), limit=total, phases=_phases(repetitions),
+        changed=round(median(limit.changed for limit in limits)),
+        limit=total,
+        phases=_phases(repetitions),
         source_rss_mib=_most(call.rss for calls in repetitions for call in calls if call.is_source) / _MIB,
-        receiver_rss_mib=_most(call.rss for calls in repetitions for call in calls if not call.is_source) / _MIB,
-    )  # fmt: skip
+        receiver_rss_mib=_most(call.rss for calls in repetitions for call in calls if not call.is_source)
+        / _MIB,
+    )
 
 
 def read_seconds(arrays: Iterable[Tensor]) -> float:
-    """Return the seconds in which one core reads these arrays (int16, contiguous) once: the best of three sums."""
+    """Return the seconds in which one core reads these arrays (int16, contiguous) once: the best of three
+    sums.
+    """
     words = [array.numpy()[: array.numel() // 4 * 4].view(np.uint64) for array in arrays]
     best = float("inf")
     for _ in range(3):
@@ -115,7 +135,10 @@ def read_seconds(arrays: Iterable[Tensor]) -> float:
 
 def _phases(repetitions: Sequence[Sequence[Call]]) -> dict[str, float]:
     names = dict.fromkeys(name for calls in repetitions for call in calls for name in call.moved.phases)
-    return {name: median(max(call.moved.phases.get(name, 0.0) for call in calls) for calls in repetitions) for name in names}
+    return {
+        name: median(max(call.moved.phases.get(name, 0.0) for call in calls) for calls in repetitions)
+        for name in names
+    }
 
 
 def _most(values: Iterable[int]) -> int:

@@ -58,7 +58,9 @@ def open_rows(scenario: Scenario, context: Context) -> Iterator[dict[str, Any]]:
 
 
 def compile_rows(scenario: Scenario, context: Context) -> Iterator[dict[str, Any]]:
-    """Yield a row for compiling the kernels of bf16 with nothing cached, alone and on all ranks at once; and one for loading them."""
+    """Yield a row for compiling the kernels of bf16 with nothing cached, alone and on all ranks at once; and
+    one for loading them.
+    """
     if dist.get_rank() != 0:
         return
     times: dict[str, list[float]] = {"compile alone": [], "compile": [], "load compiled": []}
@@ -83,7 +85,8 @@ def _compile(cache: str, processes: int) -> float:
     """Return the seconds until the last of some processes that share a cache has all kernels."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": cache}
     started = [
-        subprocess.Popen([sys.executable, "-c", _COMPILE], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)
+        subprocess.Popen([sys.executable, "-c", _COMPILE], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
     ]
     return max(_seconds(process) for process in started)
 

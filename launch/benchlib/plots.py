@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _COLORS = {
-    "dense_broadcast": "#b0b0b0", "dense_p2p": "#7f7f7f", "published": "#ff7f0e", "delta_broadcast": "#1f77b4", "delta_p2p": "#2ca02c",
-}  # fmt: skip
+    "dense_broadcast": "#b0b0b0",
+    "dense_p2p": "#7f7f7f",
+    "published": "#ff7f0e",
+    "delta_broadcast": "#1f77b4",
+    "delta_p2p": "#2ca02c",
+}
 _DASHES = ("-", "--", ":", "-.")
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw every scenario with at least two densities that are not 0; returns the files, none without matplotlib."""
+    """Draw every scenario with at least two densities that are not 0; returns the files, none without
+    matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -53,10 +59,20 @@ def _lines(axes: Axes, rows: Sequence[Row], what: str, field: str) -> None:
     labels = dict.fromkeys((row.method, row.codec) for row in rows)
     codecs = list(dict.fromkeys(codec for _, codec in labels))
     for method, codec in labels:
-        points = sorted((row.density, getattr(row, field)) for row in rows if (row.method, row.codec) == (method, codec))
+        points = sorted(
+            (row.density, getattr(row, field)) for row in rows if (row.method, row.codec) == (method, codec)
+        )
         label = f"{method} [{codec}]" if codec else method
         style = _DASHES[codecs.index(codec) % len(_DASHES)]
-        axes.plot([x for x, _ in points], [y for _, y in points], style, marker="o", markersize=3, color=_COLORS.get(method), label=label)
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            style,
+            marker="o",
+            markersize=3,
+            color=_COLORS.get(method),
+            label=label,
+        )
     axes.set(xscale="log", yscale="log", xlabel="changed elements, %")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")

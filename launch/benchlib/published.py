@@ -1,13 +1,18 @@
-"""Method (c): the design that public trainers ship, as it stands, written anew from its description and run on gloo.
+"""Method (c): the design that public trainers ship, as it stands, written anew from its description and run
+on gloo.
 
-1. Each source compares every parameter's shard with a snapshot, as integers; torch ops, one `nonzero` a parameter. The shard is
-   copied to the snapshot.
-2. Positions (int32, in the full parameter) and values of 32 parameters at a time are gathered to rank 0, padded to the longest.
-3. Rank 0 joins them parameter by parameter and, a bucket at a time, broadcasts a table of counts, the positions, the values and a checksum.
-4. A receiver fills a full tensor with NaN, writes the values at their positions, and takes over what is not NaN.
+1. Each source compares every parameter's shard with a snapshot, as integers; torch ops, one `nonzero` a
+   parameter. The shard is copied to the snapshot.
+2. Positions (int32, in the full parameter) and values of 32 parameters at a time are gathered to rank 0,
+   padded to the longest.
+3. Rank 0 joins them parameter by parameter and, a bucket at a time, broadcasts a table of counts, the
+   positions, the values and a checksum.
+4. A receiver fills a full tensor with NaN, writes the values at their positions, and takes over what is not
+   NaN.
 
-What favours it: parameters without changes are left out, tables of numbers take the place of pickled descriptions, and the last
-step is a `where`, which on CPUs takes a third of the time of the original's assignment through a mask.
+What favours it: parameters without changes are left out, tables of numbers take the place of pickled
+    descriptions, and the last step is a `where`, which on CPUs takes a third of the time of the original's
+    assignment through a mask.
 """
 
 from __future__ import annotations
@@ -49,8 +54,13 @@ class Published(Method):
 
     def __init__(self, world: World, bucket_bytes: int, dense: DenseBroadcast) -> None:
         self._world, self._bucket_bytes, self._dense = world, bucket_bytes, dense
-        self._snapshots: list[Tensor] = [torch.empty_like(each) for each in world.locals()] if world.is_source else []
-        self._offsets = [world.held(index)[0].start * math.prod(shape[1:]) for index, shape in enumerate(world.shapes.values())]
+        self._snapshots: list[Tensor] = (
+            [torch.empty_like(each) for each in world.locals()] if world.is_source else []
+        )
+        self._offsets = [
+            world.held(index)[0].start * math.prod(shape[1:])
+            for index, shape in enumerate(world.shapes.values())
+        ]
         self._gather_group = world.mesh.get_group() if world.is_source else None
         self._shapes = list(world.shapes.values())
         self._sent = 0
@@ -60,7 +70,9 @@ class Published(Method):
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        for snapshot, live in zip(self._snapshots, self._world.locals() if self._snapshots else (), strict=True):
+        for snapshot, live in zip(
+            self._snapshots, self._world.locals() if self._snapshots else (), strict=True
+        ):
             snapshot.copy_(live)
 
     @torch.no_grad()
@@ -81,7 +93,9 @@ class Published(Method):
                 found = [self._compare(index, lives[index]) for index in indices]
             with phases("gather"):
                 joined = self._gather(found)
-            pieces += [(index, *changes) for index, changes in zip(indices, joined, strict=False) if len(changes[0])]
+            pieces += [
+                (index, *changes) for index, changes in zip(indices, joined, strict=False) if len(changes[0])
+            ]
             if sum(6 * len(values) for _, _, values in pieces) >= self._bucket_bytes:
                 self._flush(pieces, False, phases)
                 pieces = []
@@ -119,8 +133,14 @@ class Published(Method):
         """Step 3."""
         with phases("encode"):
             counts = torch.tensor([[index, len(values)] for index, _, values in pieces], dtype=torch.int64)
-            positions = torch.cat([at for _, at, _ in pieces]) if pieces else torch.empty(0, dtype=torch.int32)
-            values = torch.cat([values for _, _, values in pieces]) if pieces else torch.empty(0, dtype=torch.bfloat16)
+            positions = (
+                torch.cat([at for _, at, _ in pieces]) if pieces else torch.empty(0, dtype=torch.int32)
+            )
+            values = (
+                torch.cat([values for _, _, values in pieces])
+                if pieces
+                else torch.empty(0, dtype=torch.bfloat16)
+            )
             header = torch.tensor([is_last, len(pieces), len(values), _checksum(positions, values)])
         with phases("wire"):
             for tensor in (header, counts, positions, values):
@@ -133,14 +153,19 @@ class Published(Method):
                 self._broadcast(header)
                 _, parameters, changes, checksum = header.tolist()
                 counts = torch.empty(parameters, 2, dtype=torch.int64)
-                positions, values = torch.empty(changes, dtype=torch.int32), torch.empty(changes, dtype=torch.bfloat16)
+                positions, values = (
+                    torch.empty(changes, dtype=torch.int32),
+                    torch.empty(changes, dtype=torch.bfloat16),
+                )
                 for tensor in (counts, positions, values):
                     self._broadcast(tensor)
             with phases("apply"):
                 if _checksum(positions, values) != checksum:
                     raise ChecksumError("published: what arrived is not what was sent")
                 cuts = counts[:, 1].tolist()
-                for index, at, new in zip(counts[:, 0].tolist(), positions.split(cuts), values.split(cuts), strict=True):
+                for index, at, new in zip(
+                    counts[:, 0].tolist(), positions.split(cuts), values.split(cuts), strict=True
+                ):
                     self._apply(index, lives[index], at, new)
 
     def _apply(self, index: int, live: Tensor, at: Tensor, new: Tensor) -> None:
@@ -160,7 +185,9 @@ class Published(Method):
 def _gather_padded(data: Tensor, most: int, world: int, group: dist.ProcessGroup | None) -> list[Tensor]:
     padded = torch.zeros(most, dtype=data.dtype)
     padded[: len(data)] = data
-    everyone = [torch.zeros(most, dtype=data.dtype) for _ in range(world)] if dist.get_rank(group) == 0 else None
+    everyone = (
+        [torch.zeros(most, dtype=data.dtype) for _ in range(world)] if dist.get_rank(group) == 0 else None
+    )
     dist.gather(padded, everyone, group=group, group_dst=0)
     return everyone or []
 

@@ -46,7 +46,10 @@ def _run(flags: Flags, scenarios: list[Scenario], *, leads: bool) -> None:
         if leads:
             write_rows(flags.json, rows)
 
-    rows = run_all(scenarios, Context(Path(flags.preset).stem.removeprefix("bench_"), str(flags.links or LOOPBACK), say, done))
+    rows = run_all(
+        scenarios,
+        Context(Path(flags.preset).stem.removeprefix("bench_"), str(flags.links or LOOPBACK), say, done),
+    )
     if leads:
         print_tables(rows)
         for path in draw(rows, flags.plots) if flags.plots else ():

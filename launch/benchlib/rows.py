@@ -17,7 +17,8 @@ __all__ = ["Row", "baseline", "machine", "now", "read_rows", "write_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One method under one set of conditions. Seconds of a call are those of its slowest rank; medians are over repetitions.
+    """One method under one set of conditions. Seconds of a call are those of its slowest rank; medians are
+    over repetitions.
 
     Attributes:
         scenario, kind, preset: as in the preset.
@@ -32,12 +33,15 @@ class Row:
         median_s, min_s: of `times`.
         cpu_s: process time of all ranks together, in one call (median).
         wire_bytes: to each receiver, the most that one got (median).
-        nic_bytes: the most that went through any rank's interface in one direction, all headers included (median); None without links.
+        nic_bytes: the most that went through any rank's interface in one direction, all headers included
+            (median); None without links.
         bytes_per_change: wire_bytes over changed elements.
         limit_bytes_per_change: the entropy limit, see `benchlib.limit`.
         phases: by phase, seconds of the rank that spent most in it (median).
-        source_rss_mib, receiver_rss_mib: most memory that any rank held during a call beyond what it held before.
-        read_s: seconds in which a source reads its shard and a copy of it once; the slowest source, the best of three.
+        source_rss_mib, receiver_rss_mib: most memory that any rank held during a call beyond what it held
+            before.
+        read_s: seconds in which a source reads its shard and a copy of it once; the slowest source, the best
+            of three.
         date, machine, load: when, on what, and the load average (1 minute) before the scenario.
     """
 
@@ -77,9 +81,18 @@ class Row:
     def cell(self) -> tuple[object, ...]:
         """What rows must share to be compared."""
         return (
-            self.preset, self.scenario, self.kind, self.links, self.model_mib, self.tensors, self.sources, self.receivers,
-            self.receivers_hold, self.updates, self.density if self.updates == "generator" else self.learning_rate,
-        )  # fmt: skip
+            self.preset,
+            self.scenario,
+            self.kind,
+            self.links,
+            self.model_mib,
+            self.tensors,
+            self.sources,
+            self.receivers,
+            self.receivers_hold,
+            self.updates,
+            self.density if self.updates == "generator" else self.learning_rate,
+        )
 
     @property
     def label(self) -> str:
@@ -103,14 +116,20 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 def read_rows(path: Path) -> list[Row]:
     """Read what `write_rows` wrote; keys that are not known are left out."""
     known = {each.name for each in fields(Row)}
-    return [Row(**{name: value for name, value in each.items() if name in known}) for each in json.loads(path.read_text())]
+    return [
+        Row(**{name: value for name, value in each.items() if name in known})
+        for each in json.loads(path.read_text())
+    ]
 
 
 def machine() -> str:
     """Describe this machine in one line."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.system()}, {versions}"
+    return (
+        f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, "
+        f"{platform.system()}, {versions}"
+    )
 
 
 def now() -> str:
@@ -123,4 +142,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )

@@ -44,10 +44,19 @@ def run_all(scenarios: Sequence[Scenario], context: Context) -> list[Row]:
     for scenario in scenarios:
         load = os.getloadavg()[0]
         common: dict[str, Any] = {
-            "preset": context.preset, "scenario": scenario.name, "kind": scenario.kind, "links": context.links,
-            "model_mib": scenario.model_mib, "tensors": scenario.tensors, "sources": scenario.sources, "receivers": scenario.receivers,
-            "receivers_hold": scenario.receivers_hold, "updates": scenario.updates, "machine": machine(), "load": load,
-        }  # fmt: skip
+            "preset": context.preset,
+            "scenario": scenario.name,
+            "kind": scenario.kind,
+            "links": context.links,
+            "model_mib": scenario.model_mib,
+            "tensors": scenario.tensors,
+            "sources": scenario.sources,
+            "receivers": scenario.receivers,
+            "receivers_hold": scenario.receivers_hold,
+            "updates": scenario.updates,
+            "machine": machine(),
+            "load": load,
+        }
         model = f"{scenario.model_mib:g} MiB in {scenario.tensors} tensors"
         context.say(f"{now()} {scenario.name}: {scenario.kind}, {scenario.world}, {model} (load {load:.1f})")
         for fields in _RUNS[scenario.kind](scenario, context):
@@ -72,9 +81,16 @@ def _sync_rows(scenario: Scenario, context: Context) -> Iterator[dict[str, Any]]
         for method, repetitions in zip(methods, calls, strict=True):
             summary = summarize(repetitions)
             density = summary.changed / world.elements * 100 if trained else number
-            row: dict[str, Any] = {"method": method.name, "codec": method.codec, "density": density, "elements": world.elements}
+            row: dict[str, Any] = {
+                "method": method.name,
+                "codec": method.codec,
+                "density": density,
+                "elements": world.elements,
+            }
             row |= summary.fields() | {"learning_rate": number if trained else 0.0, "read_s": read}
-            context.say(f"  {density:.3g} % {method.name:16} {method.codec:6} {row['median_s'] * 1e3:9.1f} ms")
+            context.say(
+                f"  {density:.3g} % {method.name:16} {method.codec:6} {row['median_s'] * 1e3:9.1f} ms"
+            )
             yield row
     for method in methods:
         method.close()
@@ -94,7 +110,9 @@ def _take_turns(
                 method.catch_up()
                 writer = method.channel
             limit = updates.advance() if updates is not None else Limit()
-            call = timed(method.run, world.group, limit=limit, is_source=world.is_source, linked=context.linked)
+            call = timed(
+                method.run, world.group, limit=limit, is_source=world.is_source, linked=context.linked
+            )
             check(world, f"{scenario.name}: {method.name} {method.codec}".rstrip())
             if repetition >= 0:
                 everyone: list[Any] = [None] * world.size
@@ -118,10 +136,16 @@ def _make_methods(scenario: Scenario, world: World) -> list[Method]:
 
 
 def _make_updates(scenario: Scenario, world: World, number: float) -> tuple[Updates | None, float]:
-    """Return where a source's updates come from, and the seconds in which the slowest source reads what a delta compares."""
+    """Return where a source's updates come from, and the seconds in which the slowest source reads what a
+    delta compares.
+    """
     seconds, updates = 0.0, None
     if world.is_source:
-        updates = Trained(world, scenario.model_mib, number) if scenario.updates == "adamw" else Generated(world, number, scenario.seed)
+        updates = (
+            Trained(world, scenario.model_mib, number)
+            if scenario.updates == "adamw"
+            else Generated(world, number, scenario.seed)
+        )
         lives = [each.view(torch.int16).view(-1) for each in world.locals()]
         copies = [each.clone() for each in lives]
         dist.barrier(world.mesh.get_group())

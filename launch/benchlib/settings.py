@@ -1,7 +1,8 @@
 """What the bench is told: a preset is a TOML file of scenarios, flags say how to run it.
 
-A preset holds any number of `[[scenario]]` tables. The keys are the fields of `Scenario`; keys at the top of the file are
-defaults for all of them. `world`, `model_mib` and `tensors` may be lists: the scenario is then run for every combination.
+A preset holds any number of `[[scenario]]` tables. The keys are the fields of `Scenario`; keys at the top of
+the file are defaults for all of them. `world`, `model_mib` and `tensors` may be lists: the scenario is then
+run for every combination.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import Any
 
 from benchlib.links import Rate
 
-__all__ = ["BASELINES", "CONFIGS", "METHODS", "Flags", "Scenario", "read_flags", "read_preset", "sources_and_receivers"]
+__all__ = [
+    "BASELINES",
+    "CONFIGS",
+    "METHODS",
+    "Flags",
+    "Scenario",
+    "read_flags",
+    "read_preset",
+    "sources_and_receivers",
+]
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 BASELINES = ("dense_broadcast", "dense_p2p", "published")
@@ -69,7 +79,9 @@ class Scenario:
         _among("updates", [self.updates], ("generator", "adamw"))
         _among("receivers_hold", [self.receivers_hold], ("full", "tp"))
         if self.repeat < 1 or self.tensors < 1 or self.model_mib <= 0 or self.bucket_mib <= 0:
-            raise ValueError(f"scenario {self.name!r}: repeat, tensors, model_mib and bucket_mib must be positive")
+            raise ValueError(
+                f"scenario {self.name!r}: repeat, tensors, model_mib and bucket_mib must be positive"
+            )
 
     @property
     def sources(self) -> int:
@@ -103,11 +115,21 @@ class Flags:
 
 def read_flags(argv: Sequence[str] | None = None) -> tuple[Flags, list[Scenario]]:
     """Return the flags in `argv` and the scenarios of the preset they name."""
-    parser = argparse.ArgumentParser(description="Time delta syncs beside dense ones; every call is checked bit for bit.")
-    parser.add_argument("--preset", default="quick", help="configs/bench_<preset>.toml, or a path (default: quick)")
-    parser.add_argument("--json", type=Path, help="write the rows here (default: out/bench_<preset>[_<links>].json)")
+    parser = argparse.ArgumentParser(
+        description="Time delta syncs beside dense ones; every call is checked bit for bit."
+    )
+    parser.add_argument(
+        "--preset", default="quick", help="configs/bench_<preset>.toml, or a path (default: quick)"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write the rows here (default: out/bench_<preset>[_<links>].json)"
+    )
     parser.add_argument("--plots", type=Path, help="folder for plots (default: none are drawn)")
-    parser.add_argument("--links", type=Rate.parse, help="such as 1gbit: every rank behind a link of this rate (root, not under torchrun)")
+    parser.add_argument(
+        "--links",
+        type=Rate.parse,
+        help="such as 1gbit: every rank behind a link of this rate (root, not under torchrun)",
+    )
     said = parser.parse_args(argv)
     name = Path(said.preset).stem.removeprefix("bench_")
     target = said.json or Path("out") / f"bench_{name}{f'_{said.links}' if said.links else ''}.json"
@@ -141,8 +163,16 @@ def _expand(table: dict[str, Any]) -> Iterator[Scenario]:
     unknown = table.keys() - {field.name for field in fields(Scenario)}
     if unknown:
         raise ValueError(f"unknown keys in a scenario: {', '.join(sorted(unknown))}")
-    axes = [(name, table[name] if isinstance(table[name], list) else [table[name]]) for name in _AXES if name in table]
-    rest: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items() if name not in _AXES}
+    axes = [
+        (name, table[name] if isinstance(table[name], list) else [table[name]])
+        for name in _AXES
+        if name in table
+    ]
+    rest: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in table.items()
+        if name not in _AXES
+    }
     for values in itertools.product(*(values for _, values in axes)):
         yield Scenario(**rest | dict(zip((name for name, _ in axes), values, strict=True)))
 
@@ -166,4 +196,6 @@ def sources_and_receivers(world: str) -> tuple[int, int]:
 def _among(what: str, got: Sequence[str], known: Sequence[str]) -> None:
     wrong = [each for each in got if each not in known]
     if wrong or not got:
-        raise ValueError(f"{what} must be among {', '.join(known)}, got {', '.join(map(str, wrong)) or 'none'}")
+        raise ValueError(
+            f"{what} must be among {', '.join(known)}, got {', '.join(map(str, wrong)) or 'none'}"
+        )

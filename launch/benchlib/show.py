@@ -12,20 +12,39 @@ from dte_dist.report import PHASES
 
 __all__ = ["cells", "head", "markdown", "phase_lines", "print_tables", "tables"]
 
-_HEAD = ("changed", "method", "median", "vs (a)", "vs (b)", "vs (c)", "to each receiver", "B/change", "limit", "CPU", "memory s/r")
+_HEAD = (
+    "changed",
+    "method",
+    "median",
+    "vs (a)",
+    "vs (b)",
+    "vs (c)",
+    "to each receiver",
+    "B/change",
+    "limit",
+    "CPU",
+    "memory s/r",
+)
 
 
 def head(row: Row) -> str:
     """Return what the rows of one table have in common."""
     if row.kind == "compile":
         return f"{row.scenario}: kernels for bf16, one process"
-    what = f"{row.scenario}: {row.sources}+{row.receivers}, {row.model_mib:g} MiB bf16 in {row.tensors} tensors, {row.links}"
-    extra = [row.updates] * (row.updates != "generator") + ["tensor-parallel receivers"] * (row.receivers_hold == "tp")
+    what = (
+        f"{row.scenario}: {row.sources}+{row.receivers}, {row.model_mib:g} MiB bf16 in "
+        f"{row.tensors} tensors, {row.links}"
+    )
+    extra = [row.updates] * (row.updates != "generator") + ["tensor-parallel receivers"] * (
+        row.receivers_hold == "tp"
+    )
     return ", ".join([what, *extra])
 
 
 def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yield a title and lines, the first of which is the head, for every group of rows that follow each other."""
+    """Yield a title and lines, the first of which is the head, for every group of rows that follow each
+    other.
+    """
     for title, group in itertools.groupby(rows, head):
         together = list(group)
         columns = _used([_HEAD, *(cells(row, rows) for row in together)])
@@ -33,12 +52,17 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
 
 
 def phase_lines(rows: Sequence[Row]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yield a title and lines with the phases of every delta, for every group of rows that follow each other."""
+    """Yield a title and lines with the phases of every delta, for every group of rows that follow each
+    other.
+    """
     for title, group in itertools.groupby(rows, head):
         deltas = [row for row in group if row.kind == "sync" and row.method.startswith("delta")]
         if deltas:
             lines: list[tuple[str, ...]] = [("changed", "method", *PHASES)]
-            lines += [(f"{row.density:.3g} %", row.label, *(_milliseconds(row.phases.get(name)) for name in PHASES)) for row in deltas]
+            lines += [
+                (f"{row.density:.3g} %", row.label, *(_milliseconds(row.phases.get(name)) for name in PHASES))
+                for row in deltas
+            ]
             yield title, _used(lines)
 
 
@@ -50,10 +74,16 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         ratios.append("" if other is None or other is row else f"{other.median_s / row.median_s:.2f}x")
     changed = "" if row.kind != "sync" else f"{row.density:.3g} %"
     return (
-        changed, row.label, _seconds(row.median_s), *ratios, _bytes(row.wire_bytes), _number(row.bytes_per_change),
-        _number(row.limit_bytes_per_change), _seconds(row.cpu_s) if row.kind != "compile" else "",
+        changed,
+        row.label,
+        _seconds(row.median_s),
+        *ratios,
+        _bytes(row.wire_bytes),
+        _number(row.bytes_per_change),
+        _number(row.limit_bytes_per_change),
+        _seconds(row.cpu_s) if row.kind != "compile" else "",
         f"{row.source_rss_mib:.0f}/{row.receiver_rss_mib:.0f} MiB" if row.kind != "compile" else "",
-    )  # fmt: skip
+    )
 
 
 def print_tables(rows: Sequence[Row]) -> None:
@@ -63,7 +93,9 @@ def print_tables(rows: Sequence[Row]) -> None:
             from rich.console import Console
             from rich.table import Table
         except ImportError:
-            print("\n".join([title, *("  ".join(f"{cell:>16}" for cell in line) for line in lines)]), flush=True)
+            print(
+                "\n".join([title, *("  ".join(f"{cell:>16}" for cell in line) for line in lines)]), flush=True
+            )
             continue
         table = Table(title=title, title_justify="left")
         for name in lines[0]:

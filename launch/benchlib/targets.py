@@ -36,7 +36,9 @@ class Verdict:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Return a verdict for every target that the rows say something about; where several presets do, one for each."""
+    """Return a verdict for every target that the rows say something about; where several presets do, one for
+    each.
+    """
     sources = (_loopback, _links, _bytes, _detect, _codec, _relay, _growth, _opening)
     presets = list(dict.fromkeys((row.preset, row.links) for row in rows))
     groups = [[row for row in rows if (row.preset, row.links) == preset] for preset in presets]
@@ -46,7 +48,12 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 def _loopback(rows: Sequence[Row]) -> Iterator[Verdict]:
     here = [row for row in rows if row.links == LOOPBACK and _is_standard(row)]
-    wanted = [(1, "dense_broadcast", 14.0), (1, "dense_p2p", 5.0), (1, "published", 8.0), (0.1, "dense_broadcast", 30.0)]
+    wanted = [
+        (1, "dense_broadcast", 14.0),
+        (1, "dense_p2p", 5.0),
+        (1, "published", 8.0),
+        (0.1, "dense_broadcast", 30.0),
+    ]
     for density, method, factor in [*wanted, (10, "dense_broadcast", 3.0), (100, "dense_broadcast", 1.0)]:
         yield from _faster(1, here, density, method, factor)
 
@@ -58,10 +65,16 @@ def _links(rows: Sequence[Row]) -> Iterator[Verdict]:
 
 
 def _bytes(rows: Sequence[Row]) -> Iterator[Verdict]:
-    deltas = [row for row in rows if row.kind == "sync" and row.method in _DELTAS and row.changed and row.bytes_per_change]
+    deltas = [
+        row
+        for row in rows
+        if row.kind == "sync" and row.method in _DELTAS and row.changed and row.bytes_per_change
+    ]
     small = [row for row in deltas if row.codec == "small"]
     shares = [
-        (row.bytes_per_change / row.limit_bytes_per_change, row) for row in small if row.bytes_per_change and row.limit_bytes_per_change
+        (row.bytes_per_change / row.limit_bytes_per_change, row)
+        for row in small
+        if row.bytes_per_change and row.limit_bytes_per_change
     ]
     if shares:
         share, row = max(shares, key=lambda each: each[0])
@@ -84,7 +97,14 @@ def _codec(rows: Sequence[Row]) -> Iterator[Verdict]:
     for row in _alone(rows, 1):
         for phase in ("encode", "decode", "apply"):
             found = row.phases.get(phase, 0.0) / row.changed * 1e9
-            yield Verdict(5, f"{phase} at 1 %, ns per changed element per core", "at most 8", f"{found:.1f}", found <= 8, row)
+            yield Verdict(
+                5,
+                f"{phase} at 1 %, ns per changed element per core",
+                "at most 8",
+                f"{found:.1f}",
+                found <= 8,
+                row,
+            )
 
 
 def _relay(rows: Sequence[Row]) -> Iterator[Verdict]:
@@ -92,7 +112,9 @@ def _relay(rows: Sequence[Row]) -> Iterator[Verdict]:
         if row.method == "full_broadcast" and row.links != LOOPBACK:
             limit = row.wire_bytes / Rate.parse(row.links).bytes_per_second
             share, ranks = row.median_s / limit, row.sources + row.receivers
-            what = f"{row.wire_bytes / (1 << 20):.0f} MiB to {row.receivers} receivers, over payload / bandwidth"
+            what = (
+                f"{row.wire_bytes / (1 << 20):.0f} MiB to {row.receivers} receivers, over payload / bandwidth"
+            )
             yield Verdict(6, f"{what} ({ranks} ranks)", "at most 1.2x", f"{share:.2f}x", share <= 1.2, row)
 
 
@@ -100,7 +122,11 @@ def _growth(rows: Sequence[Row]) -> Iterator[Verdict]:
     """Compare rows that differ in one thing only."""
     deltas = [row for row in rows if row.preset == "growth" and row.method in _DELTAS]
     for row in deltas:
-        others = [each for each in deltas if (each.method, each.codec, each.scenario) == (row.method, row.codec, row.scenario)]
+        others = [
+            each
+            for each in deltas
+            if (each.method, each.codec, each.scenario) == (row.method, row.codec, row.scenario)
+        ]
         for other in others:
             if other.model_mib == 2 * row.model_mib:
                 share = other.median_s / other.elements / (row.median_s / row.elements)
@@ -125,9 +151,15 @@ def _opening(rows: Sequence[Row]) -> Iterator[Verdict]:
             yield Verdict(8, what, f"under {most:g} s", f"{row.median_s:.2f} s", row.median_s < most, row)
 
 
-def _faster(number: int, rows: Sequence[Row], density: float, method: str, factor: float) -> Iterator[Verdict]:
+def _faster(
+    number: int, rows: Sequence[Row], density: float, method: str, factor: float
+) -> Iterator[Verdict]:
     """Yield a verdict about the fastest delta, if there is one with this baseline beside it."""
-    deltas = [row for row in rows if row.method in _DELTAS and row.density == density and baseline(rows, row, method) is not None]
+    deltas = [
+        row
+        for row in rows
+        if row.method in _DELTAS and row.density == density and baseline(rows, row, method) is not None
+    ]
     row = _fastest(deltas)
     other = baseline(rows, row, method) if row is not None else None
     if row is not None and other is not None:
@@ -138,12 +170,23 @@ def _faster(number: int, rows: Sequence[Row], density: float, method: str, facto
 
 def _slower(row: Row, other: Row, what: str, most: float) -> Verdict:
     found = other.median_s / row.median_s
-    return Verdict(7, f"{row.label}: seconds, {what}", f"at most {most:g}x", f"{found:.2f}x", found <= most, other)
+    return Verdict(
+        7, f"{row.label}: seconds, {what}", f"at most {most:g}x", f"{found:.2f}x", found <= most, other
+    )
 
 
 def _alone(rows: Sequence[Row], density: float) -> Iterator[Row]:
-    """Yield the row whose phases are those of one core: one source, one receiver, the smallest codec there is."""
-    found = [row for row in rows if row.method == "delta_broadcast" and row.density == density and row.changed and row.links == LOOPBACK]
+    """Yield the row whose phases are those of one core: one source, one receiver, the smallest codec there
+    is.
+    """
+    found = [
+        row
+        for row in rows
+        if row.method == "delta_broadcast"
+        and row.density == density
+        and row.changed
+        and row.links == LOOPBACK
+    ]
     found = [row for row in found if (row.sources, row.receivers) == (1, 1) and row.phases.get("detect")]
     yield from sorted(found, key=lambda row: _ORDER.index(row.codec))[:1]
 
@@ -153,5 +196,13 @@ def _fastest(rows: Iterable[Row]) -> Row | None:
 
 
 def _is_standard(row: Row) -> bool:
-    shape = (row.kind, row.updates, row.sources, row.receivers, row.receivers_hold, row.model_mib, row.tensors)
+    shape = (
+        row.kind,
+        row.updates,
+        row.sources,
+        row.receivers,
+        row.receivers_hold,
+        row.model_mib,
+        row.tensors,
+    )
     return shape == ("sync", "generator", 2, 2, "full", 256, 64)

@@ -1,4 +1,6 @@
-"""Where the changes come from: a generator that needs no training, or real steps of AdamW. Both run on the sources only."""
+"""Where the changes come from: a generator that needs no training, or real steps of AdamW. Both run on the
+sources only.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,23 @@ class Updates(ABC):
 
     @abstractmethod
     def advance(self) -> Limit:
-        """Write the next state into the live weights; returns what changed on this rank, and the fewest bytes for it."""
+        """Write the next state into the live weights; returns what changed on this rank, and the fewest bytes
+        for it.
+        """
 
 
 class Generated(Updates):
     """Updates with the statistics of AdamW on fp32 masters, without training.
 
-    A master lies anywhere within half a step (ulp) of its bf16 weight w. An update moves it by lr * 0.23 * N(0, 1), and the new weight
-    is the master in bf16. Nine in ten rows of the embedding do not move. At 100 % all elements move, those that would not by one step.
+    A master lies anywhere within half a step (ulp) of its bf16 weight w. An update moves it by lr * 0.23 *
+    N(0, 1), and the new weight is the master in bf16. Nine in ten rows of the embedding do not move. At 100 %
+    all elements move, those that would not by one step.
 
-    Two such updates A and B of the same weights take turns, forth and back: w, w + A, w + A + B, w + B, w. Where both change an
-    element their distances (in steps between neighbouring floats) add up. So any number of updates costs four states. Each has masters
-    of its own: at 1 % about a fifth of its positions were in the one before (weights so small that any step moves them), as in real steps.
+    Two such updates A and B of the same weights take turns, forth and back: w, w + A, w + A + B, w + B, w.
+        Where both change an element their distances (in steps between neighbouring floats) add up. So any
+        number of updates costs four states. Each has masters
+    of its own: at 1 % about a fifth of its positions were in the one before (weights so small that any step
+        moves them), as in real steps.
 
     Args:
         world: its live weights are written.
@@ -65,8 +72,14 @@ class Generated(Updates):
             length = min(_CHUNK, numel - first)
             weights = (torch.randn(length, generator=rng) * _WEIGHT).bfloat16()
             old = weights.view(torch.int16)
-            moves = [_move(length, lr, rng, None if mask is None else mask[first : first + length]) for mask in masks]
-            a, b = (_moved(_master(old.view(torch.bfloat16), rng), old, move, everywhere=density >= 100) for move in moves)
+            moves = [
+                _move(length, lr, rng, None if mask is None else mask[first : first + length])
+                for mask in masks
+            ]
+            a, b = (
+                _moved(_master(old.view(torch.bfloat16), rng), old, move, everywhere=density >= 100)
+                for move in moves
+            )
             both = ordered(ordered(a) + ordered(b) - ordered(old))
             for state, bits in zip(states, (old, a, both, b), strict=True):
                 state[first : first + length] = bits
@@ -88,7 +101,8 @@ class Generated(Updates):
 
 
 class Trained(Updates):
-    """Real steps of AdamW: the demo's trainer with fp32 masters, and what it is in bf16 goes into the live weights.
+    """Real steps of AdamW: the demo's trainer with fp32 masters, and what it is in bf16 goes into the live
+    weights.
 
     Args:
         world: of the shapes that `model_shapes` gives.
@@ -99,7 +113,9 @@ class Trained(Updates):
     def __init__(self, world: World, model_mib: float, lr: float) -> None:
         settings = model_settings(model_mib, lr)
         text = zen()
-        self._trainer = Trainer(settings, world.mesh, torch.tensor(Tokenizer([text, manual()], settings.vocab).encode(text)))
+        self._trainer = Trainer(
+            settings, world.mesh, torch.tensor(Tokenizer([text, manual()], settings.vocab).encode(text))
+        )
         self._world = world
         for _ in range(_WARMUP_STEPS):
             self._trainer.train()
@@ -148,7 +164,9 @@ def model_shapes_of(settings: Settings) -> dict[str, tuple[int, ...]]:
 
 @cache
 def learning_rate_for(share: float) -> float:
-    """Return the learning rate at which the generator changes a share of the elements (0 to 0.99); found on a sample, to about 1 %."""
+    """Return the learning rate at which the generator changes a share of the elements (0 to 0.99); found on a
+    sample, to about 1 %.
+    """
     if share <= 0:
         return 0.0
     rng = torch.Generator().manual_seed(1)
@@ -180,7 +198,9 @@ def _move(length: int, lr: float, rng: torch.Generator, mask: Tensor | None) -> 
 
 
 def _moved(master: Tensor, old: Tensor, move: Tensor, *, everywhere: bool) -> Tensor:
-    """Return the bits after one update; a master that rounds to other bits than the old ones (next to a power of two) stays."""
+    """Return the bits after one update; a master that rounds to other bits than the old ones (next to a power
+    of two) stays.
+    """
     new = torch.where(_bits(master) == old, _bits(master + move), old)
     return torch.where(new == old, old ^ 1, new) if everywhere else new
 

@@ -1,4 +1,6 @@
-"""Who is who in a scenario, and the two modules: bf16 shards on the sources (FSDP2), whole weights or parts on the receivers."""
+"""Who is who in a scenario, and the two modules: bf16 shards on the sources (FSDP2), whole weights or parts
+on the receivers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class World:
-    """The ranks of one scenario, on one rank; every rank that was started must make one, those beyond `size` just wait.
+    """The ranks of one scenario, on one rank; every rank that was started must make one, those beyond `size`
+    just wait.
 
     Args:
         scenario: says how many sources and receivers.
@@ -59,17 +62,23 @@ class World:
         return self.sources <= self.rank < self.size
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters in the order of the model: DTensors on sources and on receivers that hold parts."""
+        """Return the parameters in the order of the model: DTensors on sources and on receivers that hold
+        parts.
+        """
         found = dict(self.module.named_parameters())
         return [found[_flat_name(name)] for name in self.shapes]
 
     def locals(self) -> list[Tensor]:
         """Return what this rank holds of every parameter, as plain tensors that share its memory."""
         with torch.no_grad():
-            return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in self.parameters()]
+            return [
+                each.to_local() if isinstance(each, DTensor) else each.detach() for each in self.parameters()
+            ]
 
     def block(self, index: int, source: int, receiver: int) -> tuple[slice, ...]:
-        """Return what a source and a receiver (both counted from 0) have in common of a parameter, as slices of the full tensor."""
+        """Return what a source and a receiver (both counted from 0) have in common of a parameter, as slices
+        of the full tensor.
+        """
         shape = self._shapes[index]
         slices = [slice(0, length) for length in shape]
         slices[0] = part_of(shape[0], source, self.sources)
@@ -95,7 +104,9 @@ class World:
         module = nn.Module()
         if self.is_source:
             for name, shape in self.shapes.items():
-                module.register_parameter(_flat_name(name), nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")))
+                module.register_parameter(
+                    _flat_name(name), nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+                )
             fully_shard(module, mesh=self.mesh)
             return module.to_empty(device="cpu")
         for index, (name, shape) in enumerate(self.shapes.items()):
@@ -103,16 +114,23 @@ class World:
             if self.split:
                 strides = torch.empty(shape, device="meta").stride()
                 placements = [Shard(_split_dim(index, shape))]
-                whole = DTensor.from_local(whole, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+                whole = DTensor.from_local(
+                    whole, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+                )
             module.register_parameter(_flat_name(name), nn.Parameter(whole, requires_grad=False))
         return module
 
 
 def even_shapes(scenario: Scenario) -> dict[str, tuple[int, ...]]:
-    """Return `tensors` matrices of one shape that together have about `model_mib` MiB in bf16; the first is the embedding."""
+    """Return `tensors` matrices of one shape that together have about `model_mib` MiB in bf16; the first is
+    the embedding.
+    """
     numel = max(1, int(scenario.model_mib * (1 << 20)) // 2 // scenario.tensors)
     columns = 1 << max(0, round(math.log2(numel) / 2 - 0.5))
-    return {f"layers.{number:05}.weight": (max(1, numel // columns), columns) for number in range(scenario.tensors)}
+    return {
+        f"layers.{number:05}.weight": (max(1, numel // columns), columns)
+        for number in range(scenario.tensors)
+    }
 
 
 def part_of(length: int, place: int, parts: int) -> slice:

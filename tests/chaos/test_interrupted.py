@@ -62,7 +62,9 @@ def build(world: World, how: Mapping[str, Any], kind: str, fill: int) -> None:
 
 
 def prepare(world: World, how: Mapping[str, Any], kind: str) -> None:
-    """Come to where the next sync is an ordinary one: the first delta goes on its route, then as inline frames."""
+    """Come to where the next sync is an ordinary one: the first delta goes on its route, then as inline
+    frames.
+    """
     build(world, how, kind, 1)
     for number in range(3):
         check_bits(settle(world, {**how, "options": {}}, f"prepare {number}"), sources_of(how), cut_of(how))

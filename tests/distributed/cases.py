@@ -1,7 +1,8 @@
-"""Random cases for sweeps: a model, who holds which part of it, and how it changes. Equal on all ranks for one seed.
+"""Random cases for sweeps: a model, who holds which part of it, and how it changes. Equal on all ranks for
+one seed.
 
-The oracle is `torch.chunk` applied to the full tensor, cut after cut, in the order in which the cuts were made. It knows
-nothing of the package's geometry.
+The oracle is `torch.chunk` applied to the full tensor, cut after cut, in the order in which the cuts were
+made. It knows nothing of the package's geometry.
 """
 
 from __future__ import annotations
@@ -17,15 +18,37 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = (
-    torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8,
-    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
-)  # fmt: skip
-MESHES = {1: [(1,)], 2: [(2,)], 3: [(3,)], 4: [(4,), (2, 2)], 5: [(5,)], 6: [(6,), (2, 3), (3, 2)], 7: [(7,)], 8: [(8,), (4, 2), (2, 2, 2)]}
+    torch.bfloat16,
+    torch.bfloat16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+)
+MESHES = {
+    1: [(1,)],
+    2: [(2,)],
+    3: [(3,)],
+    4: [(4,), (2, 2)],
+    5: [(5,)],
+    6: [(6,), (2, 3), (3, 2)],
+    7: [(7,)],
+    8: [(8,), (4, 2), (2, 2, 2)],
+}
 
 
 @dataclass(frozen=True)
 class Held:
-    """How a side holds one tensor: cuts as (mesh dimension, tensor dimension) in order; no mesh means whole, as a plain tensor."""
+    """How a side holds one tensor: cuts as (mesh dimension, tensor dimension) in order; no mesh means whole,
+    as a plain tensor.
+    """
 
     mesh: tuple[int, ...] | None
     cuts: tuple[tuple[int, int], ...] = ()
@@ -71,7 +94,8 @@ class Case:
         wire: dtype on the wire, by name, where it is not the source's.
         ties: second name to first name of tensors that the sources tie.
         receivers_tie: whether the receivers tie them too.
-        repeats: share of the elements changed by one step that the next one changes again, rather than by chance.
+        repeats: share of the elements changed by one step that the next one changes again, rather than by
+            chance.
     """
 
     seed: str
@@ -103,10 +127,15 @@ class Case:
 
     def on_wire(self) -> dict[str, Tensor]:
         """Return the bits that the model has on the wire, by slot."""
-        return {name: self.expected(name).clone().view(BITS[self.expected(name).element_size()]) for name in self.slots()}
+        return {
+            name: self.expected(name).clone().view(BITS[self.expected(name).element_size()])
+            for name in self.slots()
+        }
 
     def change(self, rng: torch.Generator) -> int:
-        """Change bits of the truth, in place; return of how many elements of the model the bits on the wire changed."""
+        """Change bits of the truth, in place; return of how many elements of the model the bits on the wire
+        changed.
+        """
         before = self.on_wire()
         for name in self.slots():
             tensor = self.tensors[name]
@@ -142,22 +171,44 @@ def make_case(seed: str, world: int, most: int = 5) -> Case:
     tensors, at_source, at_receiver, wire = {}, {}, {}, {}
     for index in range(pick.randint(1, 5)):
         name, dtype = f"layer.{index}.w", pick.choice(DTYPES)
-        shape = tuple(pick.choice((0, 1, 2, 3, 5, 7, 8, pick.randint(0, 40))) for _ in range(pick.choice((0, 1, 2, 2, 2, 3))))
+        shape = tuple(
+            pick.choice((0, 1, 2, 3, 5, 7, 8, pick.randint(0, 40)))
+            for _ in range(pick.choice((0, 1, 2, 2, 2, 3)))
+        )
         tensors[name] = random_bits(shape, dtype, rng)
-        at_source[name], at_receiver[name] = _held(pick, n_sources, len(shape)), _held(pick, n_receivers, len(shape))
+        at_source[name], at_receiver[name] = (
+            _held(pick, n_sources, len(shape)),
+            _held(pick, n_receivers, len(shape)),
+        )
         if dtype == torch.float32 and pick.random() < 0.6:
             wire[name] = torch.bfloat16
     ties, receivers_tie = {}, pick.random() < 0.5
     if pick.random() < 0.3:
         first, second = "layer.0.w", "layer.x.tied"
         ties[second], tensors[second], at_source[second] = first, tensors[first], at_source[first]
-        at_receiver[second] = at_receiver[first] if receivers_tie else _held(pick, n_receivers, tensors[first].dim())
+        at_receiver[second] = (
+            at_receiver[first] if receivers_tie else _held(pick, n_receivers, tensors[first].dim())
+        )
         if first in wire:
             wire[second] = wire[first]
     group = pick.sample(ranks, len(ranks))
     bucket_bytes = pick.choice((64, 1000, 1 << 14, 1 << 24))
     density, repeats = pick.choice((0.0, 0.01, 0.1, 0.5, 1.0)), pick.choice((0.0, 0.84, 1.0))
-    return Case(seed, sources, receivers, group, tensors, at_source, at_receiver, wire, bucket_bytes, density, ties, receivers_tie, repeats)
+    return Case(
+        seed,
+        sources,
+        receivers,
+        group,
+        tensors,
+        at_source,
+        at_receiver,
+        wire,
+        bucket_bytes,
+        density,
+        ties,
+        receivers_tie,
+        repeats,
+    )
 
 
 def _held(pick: random.Random, ranks: int, dims: int) -> Held:
@@ -176,12 +227,16 @@ def _held(pick: random.Random, ranks: int, dims: int) -> Held:
 
 
 def local_tensor(full: Tensor, held: Held, ranks: list[int], rank: int) -> Tensor:
-    """Return what `rank` holds as a tensor of its own: plain, or a DTensor on a mesh of `ranks` that has no groups."""
+    """Return what `rank` holds as a tensor of its own: plain, or a DTensor on a mesh of `ranks` that has no
+    groups.
+    """
     part = held.part(full, ranks.index(rank)).contiguous().clone()
     if held.mesh is None:
         return part
     mesh = DeviceMesh("cpu", torch.tensor(ranks).view(held.mesh), _init_backend=False, _rank=rank)
-    return DTensor.from_local(part, mesh, held.placements(), run_check=False, shape=full.shape, stride=full.stride())
+    return DTensor.from_local(
+        part, mesh, held.placements(), run_check=False, shape=full.shape, stride=full.stride()
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -31,7 +31,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "numpy", "numba"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "numpy", "numba"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection, timeout: fl
 
     torch.set_num_threads(1)
     store = dist.FileStore(rendezvous, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
     pipe.send(Outcome("ready"))
     while (task := pipe.recv()) is not None:
         function, args, kwargs = task
@@ -81,7 +85,9 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, world, rendezvous, theirs, timeout), daemon=True)
+            process = _CONTEXT.Process(
+                target=_serve, args=(rank, world, rendezvous, theirs, timeout), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -97,11 +103,17 @@ class Ranks:
             process.join()
         self._folder.cleanup()
 
-    def run(self, program: Callable[..., Any], *args: Any, seconds: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, program: Callable[..., Any], *args: Any, seconds: float = 120.0, **kwargs: Any
+    ) -> list[Any]:
         """Run `program(rank, world, *args, **kwargs)` on every rank; return the results in rank order."""
-        return [outcome.value for outcome in self._raise(self.outcomes(program, *args, seconds=seconds, **kwargs))]
+        return [
+            outcome.value for outcome in self._raise(self.outcomes(program, *args, seconds=seconds, **kwargs))
+        ]
 
-    def outcomes(self, program: Callable[..., Any], *args: Any, seconds: float = 120.0, **kwargs: Any) -> list[Outcome]:
+    def outcomes(
+        self, program: Callable[..., Any], *args: Any, seconds: float = 120.0, **kwargs: Any
+    ) -> list[Outcome]:
         """Run a program and return what became of it on each rank, errors included."""
         self.start(program, *args, **kwargs)
         return self.finish(seconds)
@@ -141,7 +153,9 @@ class Ranks:
 
     @staticmethod
     def _raise(outcomes: list[Outcome]) -> list[Outcome]:
-        bad = [f"--- rank {rank}: {o.error}: {o.text}\n{o.trace}" for rank, o in enumerate(outcomes) if o.error]
+        bad = [
+            f"--- rank {rank}: {o.error}: {o.text}\n{o.trace}" for rank, o in enumerate(outcomes) if o.error
+        ]
         if bad:
             raise RanksFailed("\n".join(bad))
         return outcomes

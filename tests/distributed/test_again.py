@@ -1,6 +1,8 @@
-"""Distributed tier, five ranks over gloo: deltas that count on the positions of the one before, on both routes, and what comes between.
+"""Distributed tier, five ranks over gloo: deltas that count on the positions of the one before, on both
+routes, and what comes between.
 
-Three sources hold a bf16 weight by rows; one receiver holds it by columns, the other whole. Each step changes mostly what the last one did.
+Three sources hold a bf16 weight by rows; one receiver holds it by columns, the other whole. Each step changes
+mostly what the last one did.
 """
 
 from __future__ import annotations
@@ -50,17 +52,26 @@ class Trainer:
 
     def step(self) -> None:
         self.whole.view(torch.int16)[torch.from_numpy(self.flags)] ^= 1
-        self.flags = (self.flags & (self.rng.random(self.flags.shape) < 0.84)) | (self.rng.random(self.flags.shape) < 0.003)
+        self.flags = (self.flags & (self.rng.random(self.flags.shape) < 0.84)) | (
+            self.rng.random(self.flags.shape) < 0.003
+        )
         if self.rank < SOURCES:
             self.tensor.copy_(self.part())
 
     def sync(self, route: str, **options: Any) -> dte_dist.SyncReport:
         call = {"broadcast": dte_dist.delta_broadcast, "p2p": dte_dist.delta_p2p}[route]
-        how = {"src": list(range(SOURCES)), "codec": "again+planes", "bucket_bytes": 1 << 17, "timeout": TIMEOUT}
+        how = {
+            "src": list(range(SOURCES)),
+            "codec": "again+planes",
+            "bucket_bytes": 1 << 17,
+            "timeout": TIMEOUT,
+        }
         return call(self.layout, **{**how, **options})
 
     def try_sync(self, route: str, **options: Any) -> tuple[Any, ...]:
-        """Sync after a step: who was seeded, whether this source counted on the last delta, whether the bits are right; or the error."""
+        """Sync after a step: who was seeded, whether this source counted on the last delta, whether the bits
+        are right; or the error.
+        """
         self.step()
         try:
             report = self.sync(route, **options)
@@ -77,7 +88,9 @@ def both_routes(rank: int, world: int, codec: str) -> list[Any]:
 
 
 def test_several_syncs_on_both_routes(ranks: Ranks) -> None:
-    """A delta counts on the one before from the second on, if that took the same route; each takes fewer bytes for it."""
+    """A delta counts on the one before from the second on, if that took the same route; each takes fewer
+    bytes for it.
+    """
     found, plain = ranks.run(both_routes, "small"), ranks.run(both_routes, "ef+planes")
     counted = [PLAIN, PLAIN, COUNTS, PLAIN, COUNTS, COUNTS, PLAIN, COUNTS]
     for rank, (ours, theirs) in enumerate(zip(found, plain, strict=True)):
@@ -99,11 +112,16 @@ def disturbed(rank: int, world: int, route: str) -> list[Any]:
 
 @pytest.mark.parametrize("route", ["broadcast", "p2p"])
 def test_a_receiver_that_is_seeded_has_no_history_and_is_not_asked_for_one(ranks: Ranks, route: str) -> None:
-    """The other one follows, which had the last delta; after a sync that only some followed nobody counts on it."""
+    """The other one follows, which had the last delta; after a sync that only some followed nobody counts on
+    it.
+    """
     found = ranks.run(disturbed, route)
     assert all(right for seen in found for _, _, right, _ in seen)
     assert [seeded for seeded, *_ in found[0]] == [(3, 4), (), (), (3,), (), ()]
-    assert all([again for _, again, *_ in seen] == [PLAIN, PLAIN, COUNTS, COUNTS, PLAIN, COUNTS] for seen in found[:SOURCES])
+    assert all(
+        [again for _, again, *_ in seen] == [PLAIN, PLAIN, COUNTS, COUNTS, PLAIN, COUNTS]
+        for seen in found[:SOURCES]
+    )
 
 
 def failing_vote(rank: int, world: int, route: str) -> list[Any]:
@@ -125,7 +143,9 @@ def test_after_a_failed_vote(ranks: Ranks, route: str) -> None:
         assert seen.pop(3) == ("FrameError",)
         assert all(right for _, _, right, _ in seen)
     assert [seeded for seeded, *_ in found[0]] == [(3, 4), (), (), (), ()]
-    assert all([again for _, again, *_ in seen] == [PLAIN, PLAIN, COUNTS, PLAIN, COUNTS] for seen in found[:SOURCES])
+    assert all(
+        [again for _, again, *_ in seen] == [PLAIN, PLAIN, COUNTS, PLAIN, COUNTS] for seen in found[:SOURCES]
+    )
 
 
 def anchored(rank: int, world: int) -> list[Any]:
@@ -136,7 +156,10 @@ def anchored(rank: int, world: int) -> list[Any]:
 def test_after_an_anchor(ranks: Ranks) -> None:
     found = ranks.run(anchored)
     assert all(right for seen in found for _, _, right, _ in seen)
-    assert all([again for _, again, *_ in seen] == [PLAIN, PLAIN, COUNTS, COUNTS, PLAIN, PLAIN, COUNTS] for seen in found[:SOURCES])
+    assert all(
+        [again for _, again, *_ in seen] == [PLAIN, PLAIN, COUNTS, COUNTS, PLAIN, PLAIN, COUNTS]
+        for seen in found[:SOURCES]
+    )
 
 
 def lost(rank: int, world: int) -> list[Any]:

@@ -31,11 +31,17 @@ from benchlib.world import World, even_shapes  # noqa: E402
 SCENARIOS = (
     Scenario(name="all", model_mib=0.25, tensors=7, densities=(0, 1, 100), methods=METHODS, repeat=2),
     Scenario(
-        name="parts", world="1+2", receivers_hold="tp", model_mib=0.25, tensors=7, densities=(3,), repeat=1,
+        name="parts",
+        world="1+2",
+        receivers_hold="tp",
+        model_mib=0.25,
+        tensors=7,
+        densities=(3,),
+        repeat=1,
         methods=("published", "delta_p2p", "dense_broadcast"),
     ),
     Scenario(name="opening", kind="open", model_mib=0.1, tensors=50, repeat=1),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,9 @@ def test_a_run_of_all_methods(ranks):
     assert len(said) == len(SCENARIOS) + len(rows)
     at_1 = {row["method"]: row for row in rows if row["scenario"] == "all" and row["density"] == 1}
     assert at_1["dense_broadcast"]["wire_bytes"] == 2 * at_1["dense_broadcast"]["elements"]
-    assert at_1["published"]["bytes_per_change"] == pytest.approx(6, rel=0.2)  # int32 and bf16, and the tables
+    assert at_1["published"]["bytes_per_change"] == pytest.approx(
+        6, rel=0.2
+    )  # int32 and bf16, and the tables
     for method in ("delta_broadcast", "delta_p2p"):
         row = at_1[method]
         assert row["limit_bytes_per_change"] < row["bytes_per_change"] < 7
@@ -69,7 +77,9 @@ def test_a_run_of_all_methods(ranks):
     assert all(row["changed"] == 0 and row["bytes_per_change"] is None for row in nothing)
 
 
-@pytest.mark.parametrize(("flags", "says"), [([], "--nproc-per-node 4"), (["--links", "1gbit"], "without torchrun")])
+@pytest.mark.parametrize(
+    ("flags", "says"), [([], "--nproc-per-node 4"), (["--links", "1gbit"], "without torchrun")]
+)
 def test_ranks_that_cannot_run_a_preset_say_so(monkeypatch, capsys, flags, says):
     monkeypatch.setattr(sys, "argv", ["bench.py", "--preset", "quick", *flags])
     monkeypatch.setenv("RANK", "0")
@@ -79,7 +89,9 @@ def test_ranks_that_cannot_run_a_preset_say_so(monkeypatch, capsys, flags, says)
 
 
 def _spoil(rank: int, world_size: int, receivers_hold: str) -> list[str]:
-    """Bring weights over, then flip one bit on the last receiver, and one on a source; returns what the checks say."""
+    """Bring weights over, then flip one bit on the last receiver, and one on a source; returns what the
+    checks say.
+    """
     scenario = Scenario(name="x", world="2+2", model_mib=0.1, tensors=5, receivers_hold=receivers_hold)
     world = World(scenario, even_shapes(scenario))
     for live in world.locals() if world.is_source else ():
@@ -188,7 +200,16 @@ def _namespaces() -> str:
 def test_a_run_over_links_is_as_slow_as_they_are_and_leaves_nothing(tmp_path, links):
     preset, rows = tmp_path / "tiny.toml", tmp_path / "rows.json"
     preset.write_text(LINKED)
-    command = [sys.executable, str(LAUNCH / "bench.py"), "--preset", str(preset), "--json", str(rows), "--links", "100mbit"]
+    command = [
+        sys.executable,
+        str(LAUNCH / "bench.py"),
+        "--preset",
+        str(preset),
+        "--json",
+        str(rows),
+        "--links",
+        "100mbit",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every receiver was bit-exact after every call" in done.stdout
@@ -250,6 +271,10 @@ def test_processes_in_left_namespaces_are_ended_too(links):
 
 
 def test_two_benches_do_not_take_each_others_links(links):
-    with Network(1, Rate.parse("1gbit")), pytest.raises(NetworkError, match="another bench"), Network(1, Rate.parse("1gbit")):
+    with (
+        Network(1, Rate.parse("1gbit")),
+        pytest.raises(NetworkError, match="another bench"),
+        Network(1, Rate.parse("1gbit")),
+    ):
         pass
     assert "dtebench" not in _namespaces()

@@ -117,18 +117,24 @@ def test_another_thread_writes_while_a_receiver_waits_and_the_same_sync_seeds_it
 ) -> None:
     found = same(ranks.run(disturbed, "while it waits for a source", background, how))
     assert [report for report, _ in found[1:]] == [
-        (2, 1, "delta", "", ()), (3, 2, "delta", f"rank 2 seeded: {WRITTEN}", (2,)), (4, 3, "delta", "", ()), (5, 4, "delta", "", ()),
-    ]  # fmt: skip
+        (2, 1, "delta", "", ()),
+        (3, 2, "delta", f"rank 2 seeded: {WRITTEN}", (2,)),
+        (4, 3, "delta", "", ()),
+        (5, 4, "delta", "", ()),
+    ]
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize(
     ("moment", "how"),
     [
-        ("after the vote", "bits"), ("after the vote", "the same bits"), ("when all is written", "bits"),
-        ("when all is written", "the same bits"), ("when all is written", "memory"),
+        ("after the vote", "bits"),
+        ("after the vote", "the same bits"),
+        ("when all is written", "bits"),
+        ("when all is written", "the same bits"),
+        ("when all is written", "memory"),
     ],
-)  # fmt: skip
+)
 def test_another_thread_writes_while_a_receiver_writes_and_the_next_sync_seeds_it(
     ranks: Ranks, moment: str, background: bool, how: str
 ) -> None:
@@ -220,8 +226,11 @@ def test_a_copy_of_inference_mode_that_is_loaded_again_is_seeded_and_says_so(
     frozen, seen = zip(*ranks.run(reloaded, within), strict=True)
     assert frozen == (False, False, True, False)
     assert [report for report, _ in same(list(seen))[1:]] == [
-        (2, 1, "delta", "", ()), (3, 2, "delta", f"rank 2 seeded: {WRITTEN}", (2,)), (4, 3, "delta", "", ()), (5, 4, "delta", "", ()),
-    ]  # fmt: skip
+        (2, 1, "delta", "", ()),
+        (3, 2, "delta", f"rank 2 seeded: {WRITTEN}", (2,)),
+        (4, 3, "delta", "", ()),
+        (5, 4, "delta", "", ()),
+    ]
 
 
 def fused() -> tuple[Any, Any]:
@@ -264,8 +273,11 @@ def without_elements() -> nn.Module:
 
 
 PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "tied": tied, "complex": of_complex_numbers, "buffers": with_buffers, "no elements, no dimension, strided": without_elements,
-}  # fmt: skip
+    "tied": tied,
+    "complex": of_complex_numbers,
+    "buffers": with_buffers,
+    "no elements, no dimension, strided": without_elements,
+}
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -495,8 +507,11 @@ def test_a_write_through_data_is_not_noticed_and_invalidate_seeds_that_rank_alon
     seen = ranks.run(unseen, kind, group)
     reports = same([[report for report, _ in each] for each in seen])
     assert reports[1:] == [
-        (2, 1, "delta", "", ()), (3, 2, "delta", "", ()), (4, 3, "delta", f"rank 2 seeded: {INVALIDATED}", (2,)), (5, 4, "delta", "", ()),
-    ]  # fmt: skip
+        (2, 1, "delta", "", ()),
+        (3, 2, "delta", "", ()),
+        (4, 3, "delta", f"rank 2 seeded: {INVALIDATED}", (2,)),
+        (5, 4, "delta", "", ()),
+    ]
     third = [each[2][1] for each in seen]
     assert third[2] != third[3] and third[1] == third[3], "it was noticed after all: the test shows nothing"
     same([[bits for _, bits in each[3:]] for each in seen])
@@ -528,9 +543,12 @@ def test_invalidate_before_the_first_sync_on_a_source_on_several_ranks_and_after
     assert kind == "ValueError" and told
     both = f"rank 1 seeded: {INVALIDATED}; rank 3 seeded: {INVALIDATED}"
     assert seen == [
-        (1, None, "full", "first sync"), (2, 1, "delta", both, (1, 3)), (3, 2, "delta", both, (1, 3)),
-        (4, 3, "delta", f"rank 1 seeded: {INVALIDATED}", (1,)), (1, None, "full", "first sync"),
-    ]  # fmt: skip
+        (1, None, "full", "first sync"),
+        (2, 1, "delta", both, (1, 3)),
+        (3, 2, "delta", both, (1, 3)),
+        (4, 3, "delta", f"rank 1 seeded: {INVALIDATED}", (1,)),
+        (1, None, "full", "first sync"),
+    ]
 
 
 def invalidated_in_the_background(rank: int, world: int) -> Any:

@@ -74,7 +74,13 @@ def test_memory_is_snapshot_patch_and_two_buckets_and_does_not_grow(ranks, capsy
     source, receiver = ranks.run(_grow, seconds=230)
     with capsys.disabled():
         for name, figures in (("source", source), ("receiver", receiver)):
-            print(f"\n{name}: " + ", ".join(f"{key} {value / MIB:.1f} MiB" for key, value in figures.items() if key != "changed"), end="")
+            print(
+                f"\n{name}: "
+                + ", ".join(
+                    f"{key} {value / MIB:.1f} MiB" for key, value in figures.items() if key != "changed"
+                ),
+                end="",
+            )
     for name in ("peak of the seed", "seeded"):
         assert source[name] <= SHARD + 2 * BUCKET + 16 * MIB
         assert receiver[name] <= 2 * BUCKET + 16 * MIB
@@ -82,7 +88,8 @@ def test_memory_is_snapshot_patch_and_two_buckets_and_does_not_grow(ranks, capsy
     staged = source["changed"] * (8 + 2)  # int64 position and bf16 bits
     assert source["peak 9"] <= SHARD + 2 * BUCKET + 64 * MIB
     assert receiver["peak 9"] <= staged + 2 * BUCKET + 64 * MIB
-    # 16 MiB for the arenas of malloc, which level off after 60 syncs; 50 syncs that kept their frames would take 250
+    # 16 MiB for the arenas of malloc, which level off after 60 syncs; 50 syncs that kept their frames would
+    # take 250
     for figures in (source, receiver):
         assert figures["peak 59"] <= figures["peak 9"] + 16 * MIB
         assert figures["after 59"] <= figures["after 9"] + 16 * MIB
@@ -100,20 +107,27 @@ def _count(rank: int, world: int, tensors: int, changes: int) -> tuple[list[dict
     each = 400_000 // tensors
     model = torch.nn.Module()
     for index in range(tensors):
-        model.register_parameter(f"p{index:05}", torch.nn.Parameter(torch.full((each,), 1.0 + rank), requires_grad=False))
+        model.register_parameter(
+            f"p{index:05}", torch.nn.Parameter(torch.full((each,), 1.0 + rank), requires_grad=False)
+        )
     Communicator._start = counting
     try:
         rows = []
         for step in range(3):
             if rank == 0:
-                for parameter, part in zip(model.parameters(), _truth(step, changes).split(each), strict=True):
+                for parameter, part in zip(
+                    model.parameters(), _truth(step, changes).split(each), strict=True
+                ):
                     parameter.copy_(part)
             counted.clear()
             dte_dist.delta_broadcast(model)
             rows.append(dict(counted))
     finally:
         Communicator._start = begin
-    wrong = sum(not same_bits(mine, part) for mine, part in zip(model.parameters(), _truth(2, changes).split(each), strict=True))
+    wrong = sum(
+        not same_bits(mine, part)
+        for mine, part in zip(model.parameters(), _truth(2, changes).split(each), strict=True)
+    )
     dte_dist.close(model)
     return rows, wrong
 

@@ -1,5 +1,6 @@
-"""Distributed tier, four ranks over gloo: faults in the middle of a sync, lies in the control row, and syncs in the background that
-meet closed channels or each other. Faults are put into one rank's classes; every rank is a process of its own.
+"""Distributed tier, four ranks over gloo: faults in the middle of a sync, lies in the control row, and syncs
+in the background that meet closed channels or each other. Faults are put into one rank's classes; every rank
+is a process of its own.
 """
 
 from __future__ import annotations
@@ -51,17 +52,25 @@ def failing(place: Any, name: str, call: int, error: Exception, here: bool = Tru
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str, str | None]:
-    """Class and text of what a call raises, and the class of its cause. The error is kept, as a caller may: peers must not wait for it."""
+    """Class and text of what a call raises, and the class of its cause.
+
+    The error is kept, as a caller may: peers must not wait for it.
+    """
     KEPT.clear()
     try:
         call()
     except Exception as error:
         KEPT.append(error)
-        return type(error).__name__, str(error), type(error.__cause__).__name__ if error.__cause__ is not None else None
+        return (
+            type(error).__name__,
+            str(error),
+            type(error.__cause__).__name__ if error.__cause__ is not None else None,
+        )
     return "", "", None
 
 
-# After the vote ----------------------------------------------------------------------------------------------------------
+# After the vote
+# ----------------------------------------------------------------------------------------------------------
 
 
 def source_breaks_off(rank: int, world: int, sources: int, method: str, number: int) -> Any:
@@ -77,7 +86,9 @@ def source_breaks_off(rank: int, world: int, sources: int, method: str, number: 
         error = outcome(call)
     if rank < sources:
         rows.parts[0][0] += 1
-        rows.parts[0][1].neg_()  # as in the first version: a snapshot that is half of the second one must not be trusted
+        rows.parts[0][
+            1
+        ].neg_()  # as in the first version: a snapshot that is half of the second one must not be trusted
     reports, bits = [], []
     for step in range(3):
         reports.append(facts(call())[:5])
@@ -89,22 +100,38 @@ def source_breaks_off(rank: int, world: int, sources: int, method: str, number: 
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_a_commit_that_breaks_off_loses_no_bits(ranks: Ranks, sources: int) -> None:
-    """The first two times that a snapshot is settled it forgets what the last sync may have left, the third time it is the commit."""
+    """The first two times that a snapshot is settled it forgets what the last sync may have left, the third
+    time it is the commit.
+    """
     causes, found = zip(*ranks.run(source_breaks_off, sources, "settle", 3), strict=True)
     (name, text), reports, bits = same(list(found))
-    assert name == "ApplyFailed" and f"rank {sources - 1} of the group" in text and "OSError: the device is gone" in text
+    assert (
+        name == "ApplyFailed"
+        and f"rank {sources - 1} of the group" in text
+        and "OSError: the device is gone" in text
+    )
     assert causes[sources - 1] == "ApplyFailed" and {*causes[: sources - 1], *causes[sources:]} == {None}
     reason = "no version since a sync broke off" if sources == 1 else "sources hold different versions"
-    assert reports == [(3, 2, "full", reason, 192), (4, 3, "delta", "", sources), (5, 4, "delta", "", sources)]
+    assert reports == [
+        (3, 2, "full", reason, 192),
+        (4, 3, "delta", "", sources),
+        (5, 4, "delta", "", sources),
+    ]
     assert len({str(each) for each in bits}) == 3
 
 
 @pytest.mark.parametrize(("sources", "number"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)])
-def test_a_source_that_breaks_off_while_it_takes_changes_over_loses_no_bits(ranks: Ranks, sources: int, number: int) -> None:
+def test_a_source_that_breaks_off_while_it_takes_changes_over_loses_no_bits(
+    ranks: Ranks, sources: int, number: int
+) -> None:
     """What it took over before is put back: the next delta contains it."""
     _, found = zip(*ranks.run(source_breaks_off, sources, "_take_over", number), strict=True)
     (name, text), reports, bits = same(list(found))
-    assert name == "SyncFailed" and f"rank {sources - 1} of the group" in text and "OSError: the device is gone" in text
+    assert (
+        name == "SyncFailed"
+        and f"rank {sources - 1} of the group" in text
+        and "OSError: the device is gone" in text
+    )
     assert reports[0][:4] == (2, 1, "delta", "")
     assert [report[2] for report in reports[1:]] == ["delta", "delta"]
     assert len({str(each) for each in bits}) == 3
@@ -126,9 +153,13 @@ def seed_fails(rank: int, world: int, who: int, where: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("who", "where"), [(0, "write_seed"), (1, "write_seed"), (2, "_place")], ids=["on the root", "on another source", "on a receiver"]
+    ("who", "where"),
+    [(0, "write_seed"), (1, "write_seed"), (2, "_place")],
+    ids=["on the root", "on another source", "on a receiver"],
 )
-def test_a_seed_that_fails_on_one_rank_is_apply_failed_on_all_and_the_next_sync_seeds(ranks: Ranks, who: int, where: str) -> None:
+def test_a_seed_that_fails_on_one_rank_is_apply_failed_on_all_and_the_next_sync_seeds(
+    ranks: Ranks, who: int, where: str
+) -> None:
     (name, text), first, second, _ = same(ranks.run(seed_fails, who, where))
     assert name == "ApplyFailed" and "OSError: no room" in text and text.count("ApplyFailed") == 0
     assert f"rank {who}" in text
@@ -158,12 +189,17 @@ def test_a_seed_that_fails_beside_a_delta_leaves_the_others_at_the_new_version(r
         (3, 2, "delta", "rank 3 seeded: it had no version", (3,)),
         (4, 3, "delta", "", ()),
     ]
-    assert found[0][0][0][0] == "ApplyFailed" and "OSError" in found[0][0][0][1] and "rank 3 of" in found[0][0][0][1]
+    assert (
+        found[0][0][0][0] == "ApplyFailed"
+        and "OSError" in found[0][0][0][1]
+        and "rank 3 of" in found[0][0][0][1]
+    )
     same([seen[0][1] for seen in found[:3]])
     same([seen[1:] for seen in found])
 
 
-# Failures of a rank's own ------------------------------------------------------------------------------------------------
+# Failures of a rank's own
+# ------------------------------------------------------------------------------------------------
 
 PLACES = {
     "a source before it sends": (1, Source, "frames", 2),
@@ -202,7 +238,8 @@ def test_an_unexpected_error_on_one_rank_is_peer_lost_with_one_text_on_all(ranks
     assert prompt and unmoved and report == (2, 1, "delta", "", 192)
 
 
-# Sizes that cannot be ----------------------------------------------------------------------------------------------------
+# Sizes that cannot be
+# ----------------------------------------------------------------------------------------------------
 
 LIES: dict[str, tuple[int, list[int]]] = {
     "negative": (0, [-8]),
@@ -239,14 +276,21 @@ def lying(rank: int, world: int, who: int, sizes: list[int]) -> Any:
 
 
 @pytest.mark.parametrize(("who", "sizes"), LIES.values(), ids=LIES)
-def test_a_size_that_no_frame_can_have_is_refused_on_all_ranks_before_anything_moves(ranks: Ranks, who: int, sizes: list[int]) -> None:
+def test_a_size_that_no_frame_can_have_is_refused_on_all_ranks_before_anything_moves(
+    ranks: Ranks, who: int, sizes: list[int]
+) -> None:
     (name, text), untouched, report, _ = same(ranks.run(lying, who, sizes))
     wrong = next(size for size in sizes if size)
-    assert name == "FrameError" and f"a frame cannot have this size [ranks {who}; " in text and f"got {wrong}]" in text
+    assert (
+        name == "FrameError"
+        and f"a frame cannot have this size [ranks {who}; " in text
+        and f"got {wrong}]" in text
+    )
     assert untouched and report == (2, 1, "delta", "", 16)
 
 
-# In the background -------------------------------------------------------------------------------------------------------
+# In the background
+# -------------------------------------------------------------------------------------------------------
 
 
 def closed_by_one(rank: int, world: int, who: int) -> Any:
@@ -264,14 +308,18 @@ def closed_by_one(rank: int, world: int, who: int) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 2], ids=["the source", "a receiver"])
-def test_a_channel_that_another_rank_closed_is_closed_in_the_background_and_opens_at_the_next_call(ranks: Ranks, who: int) -> None:
+def test_a_channel_that_another_rank_closed_is_closed_in_the_background_and_opens_at_the_next_call(
+    ranks: Ranks, who: int
+) -> None:
     found = ranks.run(closed_by_one, who)
     errors = [error for error, *_ in found]
     name, text = same([error for rank, error in enumerate(errors) if rank != who])
     assert name == "ChannelClosed" and f"rank {who} closed the channel" in text and errors[who] == ("", "")
     prompt, report, _ = same([rest for _, *rest in found])
     assert prompt and report == (
-        ("full", "sources restarted, receivers held v1") if who == 0 else ("delta", "rank 2 seeded: it had no version")
+        ("full", "sources restarted, receivers held v1")
+        if who == 0
+        else ("delta", "rank 2 seeded: it had no version")
     )
 
 
@@ -293,7 +341,9 @@ def closed_while_it_runs(rank: int, world: int) -> Any:
 
 def test_close_lets_a_sync_in_the_background_end_first(ranks: Ranks) -> None:
     joined, report, _, after = same(ranks.run(closed_while_it_runs))
-    assert joined and report == (2, 1, "delta", "", 3) and after == ("delta", "rank 2 seeded: it had no version")
+    assert (
+        joined and report == (2, 1, "delta", "", 3) and after == ("delta", "rank 2 seeded: it had no version")
+    )
 
 
 def one_copy_two_groups(rank: int, world: int, kind: str) -> Any:
@@ -342,7 +392,12 @@ def wrong_into(rank: int, world: int, wrong: Any) -> Any:
 @pytest.mark.parametrize("wrong", ["copy", 3, {}], ids=str)
 def test_a_wrong_into_in_the_background_is_told_to_all_ranks(ranks: Ranks, wrong: Any) -> None:
     (name, text), report = same(ranks.run(wrong_into, wrong))
-    assert name == "ValueError" and "into= must be" in text and "rank 2 of the group" in text and report == (2, 1, "delta", "")
+    assert (
+        name == "ValueError"
+        and "into= must be" in text
+        and "rank 2 of the group" in text
+        and report == (2, 1, "delta", "")
+    )
 
 
 def no_time(rank: int, world: int) -> Any:
@@ -361,7 +416,8 @@ def test_a_wait_of_no_time_raises_at_once_and_the_sync_goes_on(ranks: Ranks) -> 
     assert same(ranks.run(no_time)) == ("TimeoutError", True, 2)
 
 
-# A lost peer of something else --------------------------------------------------------------------------------------------
+# A lost peer of something else
+# --------------------------------------------------------------------------------------------
 
 
 def lost_elsewhere(rank: int, world: int, when: str) -> Any:
@@ -385,7 +441,10 @@ def lost_elsewhere(rank: int, world: int, when: str) -> Any:
 def test_a_lost_peer_that_code_of_the_caller_raises_ends_the_channel_on_all_ranks(ranks: Ranks) -> None:
     causes, found = zip(*ranks.run(lost_elsewhere, "open"), strict=True)
     (name, text), broken, again, _ = same(list(found))
-    assert name == "PeerLost" and text == "another group of the caller lost a rank (raised on rank 0 of the group)"
+    assert (
+        name == "PeerLost"
+        and text == "another group of the caller lost a rank (raised on rank 0 of the group)"
+    )
     assert broken == f"PeerLost in an earlier call: {text}" and set(causes) == {"PeerLost"}
     assert again == (2, 1, "delta", "")
 
@@ -393,5 +452,8 @@ def test_a_lost_peer_that_code_of_the_caller_raises_ends_the_channel_on_all_rank
 def test_a_lost_peer_that_code_of_the_caller_raises_at_opening_is_raised_on_all_ranks(ranks: Ranks) -> None:
     causes, found = zip(*ranks.run(lost_elsewhere, "opening"), strict=True)
     (name, text), again, _ = same(list(found))
-    assert name == "PeerLost" and text == "another group of the caller lost a rank (raised on rank 2 of the group)"
+    assert (
+        name == "PeerLost"
+        and text == "another group of the caller lost a rank (raised on rank 2 of the group)"
+    )
     assert again == (1, None, "full", "first sync") and causes == (None, None, "PeerLost", None)

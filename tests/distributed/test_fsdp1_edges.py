@@ -205,7 +205,11 @@ def writers(rank, world, orig, strategy):
 
     def load(kind, config=None):
         with FullyShardedDataParallel.state_dict_type(model, kind, config):
-            state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("blocks.0.wide")}
+            state = {
+                name: tensor
+                for name, tensor in model.state_dict().items()
+                if name.startswith("blocks.0.wide")
+            }
             for tensor in state.values():
                 shards = tensor.local_shards() if hasattr(tensor, "local_shards") else ()
                 for local in [shard.tensor for shard in shards] or [tensor]:
@@ -227,7 +231,11 @@ def writers(rank, world, orig, strategy):
         "summoned, by .data": lambda: summon(lambda parameter: parameter.data),
     }
     if strategy == "NO_SHARD":  # of which torch has no sharded state dict, and writes nothing back
-        ways = {way: write for way, write in ways.items() if way not in ("sharded state dict", "summoned, by .data")}
+        ways = {
+            way: write
+            for way, write in ways.items()
+            if way not in ("sharded state dict", "summoned, by .data")
+        }
     sync("first")
     for way, write in ways.items():
         if rank > 0:

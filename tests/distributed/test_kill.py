@@ -1,7 +1,10 @@
-"""Distributed tier, four ranks over gloo: a rank is killed, the survivors learn of it in time and go on in a new group.
+"""Distributed tier, four ranks over gloo: a rank is killed, the survivors learn of it in time and go on in a
+new group.
 
-Ranks 0 and 1 are the sources, each with its rows of every tensor; 2 and 3 are receivers. State outlives a program in `STATE`.
-A victim blocks in the middle of a sync and touches a file, and only then the parent kills it: nothing depends on luck or sleep.
+Ranks 0 and 1 are the sources, each with its rows of every tensor; 2 and 3 are receivers. State outlives a
+program in `STATE`.
+A victim blocks in the middle of a sync and touches a file, and only then the parent kills it: nothing depends
+    on luck or sleep.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ def weights(seed: int) -> list[torch.Tensor]:
 
 
 def layout(tensors: list[torch.Tensor], low: int = 0, high: int = SHAPE[0]) -> Layout:
-    return Layout.from_views([(f"w{i}", tensor[low:high], SHAPE, (low, 0)) for i, tensor in enumerate(tensors)])
+    return Layout.from_views(
+        [(f"w{i}", tensor[low:high], SHAPE, (low, 0)) for i, tensor in enumerate(tensors)]
+    )
 
 
 def step(number: int) -> None:
@@ -41,7 +46,11 @@ def step(number: int) -> None:
 
 
 def call(sources: int, **options: Any) -> Any:
-    return sync(STATE["layout"], group_src=list(range(sources)), **{"timeout": PATIENCE, "bucket_bytes": 256, **options})
+    return sync(
+        STATE["layout"],
+        group_src=list(range(sources)),
+        **{"timeout": PATIENCE, "bucket_bytes": 256, **options},
+    )
 
 
 def bits() -> list[str]:
@@ -64,11 +73,15 @@ def begin(rank: int, world: int, over_tcp: bool) -> list[str]:
             step(number)
         report = call(2)
     assert (report.version, report.kind) == (2, "delta")
-    parts_of(STATE["layout"]).inline.capacity = 0  # on all ranks: the next delta takes its route, however small
+    parts_of(
+        STATE["layout"]
+    ).inline.capacity = 0  # on all ranks: the next delta takes its route, however small
     return bits()
 
 
-def broken_sync(rank: int, world: int, victim: int | None, flag: str, patience: float = PATIENCE) -> tuple[str, str, float, list[str]]:
+def broken_sync(
+    rank: int, world: int, victim: int | None, flag: str, patience: float = PATIENCE
+) -> tuple[str, str, float, list[str]]:
     """Sync; the victim stops in the middle of it, once a frame or two have passed."""
     if rank < 2:
         step(2)
@@ -80,8 +93,12 @@ def broken_sync(rank: int, world: int, victim: int | None, flag: str, patience: 
 
 
 def block_at(rank: int, flag: str) -> None:
-    """Make a receiver stop before it takes its second frame, the root before its second bucket, the other source before it sends any."""
-    place, name, number = {0: (BucketedBroadcast, "_send_bucket", 2), 1: (BucketedBroadcast, "move", 1)}.get(rank, (Receiver, "take", 2))
+    """Make a receiver stop before it takes its second frame, the root before its second bucket, the other
+    source before it sends any.
+    """
+    place, name, number = {0: (BucketedBroadcast, "_send_bucket", 2), 1: (BucketedBroadcast, "move", 1)}.get(
+        rank, (Receiver, "take", 2)
+    )
     original, calls = getattr(place, name), []
 
     def stopping(*args: Any, **kept: Any) -> Any:
@@ -95,7 +112,9 @@ def block_at(rank: int, flag: str) -> None:
 
 
 def go_on(rank: int, world: int, members: list[int], rendezvous: str, sources: int) -> tuple[Any, ...]:
-    """Form a new world of the survivors and sync twice; the first rank trains the whole model if sources were lost."""
+    """Form a new world of the survivors and sync twice; the first rank trains the whole model if sources were
+    lost.
+    """
     dist.destroy_process_group()
     store = dist.FileStore(rendezvous, len(members))
     dist.init_process_group("gloo", store=store, rank=members.index(rank), world_size=len(members))
@@ -138,7 +157,9 @@ FRAMES, SYNCS = "between two frames", "between two syncs"
     [(3, FRAMES), (1, FRAMES), (0, FRAMES), (3, SYNCS), (0, SYNCS)],
     ids=lambda value: {3: "receiver", 1: "source", 0: "root"}.get(value, value),
 )
-def test_survivors_of_a_killed_rank_raise_in_time_and_go_on_in_a_new_group(tmp_path: Path, victim: int, when: str) -> None:
+def test_survivors_of_a_killed_rank_raise_in_time_and_go_on_in_a_new_group(
+    tmp_path: Path, victim: int, when: str
+) -> None:
     flag = tmp_path / "blocked"
     with Ranks(4) as ranks:
         before = ranks.run(begin, over_tcp=victim == 0)
@@ -186,7 +207,9 @@ def short_patience(rank: int, world: int) -> None:
     assert channel_of(STATE["layout"]).broken is None
 
 
-def test_a_rank_that_hangs_is_peer_lost_on_the_others_after_their_timeout_and_so_is_every_call_without_it(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_peer_lost_on_the_others_after_their_timeout_and_so_is_every_call_without_it(
+    tmp_path: Path,
+) -> None:
     flag = tmp_path / "blocked"
     with Ranks(4) as ranks:
         ranks.run(short_patience)

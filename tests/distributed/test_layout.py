@@ -1,7 +1,8 @@
 """Layouts of real DTensors and real FSDP modules on eight ranks.
 
-Every parameter holds its own flat positions (an arange), so what a rank really holds can be read off the values, and
-must be what `Block.global_indices` says; the parent computes that from the bytes of the manifest and the coordinates.
+Every parameter holds its own flat positions (an arange), so what a rank really holds can be read off the
+values, and must be what `Block.global_indices` says; the parent computes that from the bytes of the manifest
+and the coordinates.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -45,7 +52,11 @@ def numbered(module):
 
 def report(layout):
     """What the parent needs to check a rank."""
-    return layout.manifest.to_bytes(), layout.coordinates, [tensor.flatten().tolist() for tensor in layout.tensors()]
+    return (
+        layout.manifest.to_bytes(),
+        layout.coordinates,
+        [tensor.flatten().tolist() for tensor in layout.tensors()],
+    )
 
 
 def check(reports, *, complete=True):
@@ -91,7 +102,10 @@ CASES = [
 def distributed_tensors(rank, world):
     meshes = {shape: DeviceMesh("cpu", torch.arange(prod(shape)).view(shape)) for _, shape, _ in CASES}
     return report(
-        Layout.from_tensors((f"{i}", distribute_tensor(positions(shape), meshes[mesh], cut)) for i, (shape, mesh, cut) in enumerate(CASES))
+        Layout.from_tensors(
+            (f"{i}", distribute_tensor(positions(shape), meshes[mesh], cut))
+            for i, (shape, mesh, cut) in enumerate(CASES)
+        )
     )
 
 
@@ -99,7 +113,11 @@ def test_distributed_tensors_hold_what_their_blocks_say(ranks):
     results = ranks.run(distributed_tensors)
     check(members(results))
     outside = Manifest.from_bytes(results[7][0])
-    assert sum(outside.block(entry, results[7][1]) is None for entry in outside.entries) == sum(prod(mesh) < 8 for _, mesh, _ in CASES) == 9
+    assert (
+        sum(outside.block(entry, results[7][1]) is None for entry in outside.entries)
+        == sum(prod(mesh) < 8 for _, mesh, _ in CASES)
+        == 9
+    )
     assert len({data for data, _, _ in results}) == 1, "a manifest does not depend on the rank"
 
 
@@ -132,7 +150,10 @@ def sharded(mesh, **options):
 
 
 def fsdp_variants(rank, world, variant):
-    flat, hybrid = init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    flat, hybrid = (
+        init_device_mesh("cpu", (8,)),
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard")),
+    )
     models = {
         "plain": lambda: sharded(flat),
         "hybrid": lambda: sharded(hybrid),
@@ -154,16 +175,22 @@ def fsdp_variants(rank, world, variant):
 def test_fully_sharded_modules_hold_what_their_blocks_say(ranks, variant):
     results = ranks.run(fsdp_variants, variant)
     shapes = check(members([before for before, _, _ in results]))
-    assert [before for before, _, _ in results] == [after for _, after, _ in results], "being unsharded in between changes nothing"
+    assert [before for before, _, _ in results] == [after for _, after, _ in results], (
+        "being unsharded in between changes nothing"
+    )
     assert shapes["embed.weight"] == shapes["head.weight"] == (11, 6)
     assert shapes["norm.num_batches_tracked"] == ()
     assert len(shapes) == 12
-    assert {ties for _, _, ties in results} == {(("embed.weight", "head.weight"),)}, "also where the shard is empty"
+    assert {ties for _, _, ties in results} == {(("embed.weight", "head.weight"),)}, (
+        "also where the shard is empty"
+    )
     assert len({before[0] for before, _, _ in results}) == 1
 
 
 def over_tensor_parallel(rank, world, mesh_shape, shape, dims):
-    """One parameter, tensor parallel along the first of `dims`, fully sharded along the second; None outside the mesh."""
+    """One parameter, tensor parallel along the first of `dims`, fully sharded along the second; None outside
+    the mesh.
+    """
     names = ("replicate", "dp", "tp")[-len(mesh_shape) :]
     mesh = DeviceMesh("cpu", torch.arange(prod(mesh_shape)).view(mesh_shape), mesh_dim_names=names)
     if rank >= prod(mesh_shape):
@@ -175,7 +202,11 @@ def over_tensor_parallel(rank, world, mesh_shape, shape, dims):
     spec = ShardSpec(shape, module.weight._spec.mesh, module.weight.placements)
     by_hand = Layout.from_shards([("weight", local, spec)])
     layout = Layout.from_module(module)
-    return report(layout), layout.manifest.digest() == by_hand.manifest.digest(), any(hasattr(p, "split_factor") for p in spec.placements)
+    return (
+        report(layout),
+        layout.manifest.digest() == by_hand.manifest.digest(),
+        any(hasattr(p, "split_factor") for p in spec.placements),
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,11 +229,15 @@ def test_fsdp_over_tensor_parallel_holds_what_its_blocks_say(ranks, mesh_shape, 
     assert len(results) == prod(mesh_shape)
     check({rank: result[0] for rank, result in results.items()})
     assert all(by_hand for _, by_hand, _ in results.values())
-    assert all(is_strided == strided for _, _, is_strided in results.values()), "the case is the one that it says it is"
+    assert all(is_strided == strided for _, _, is_strided in results.values()), (
+        "the case is the one that it says it is"
+    )
 
 
 def parallelized(rank, world):
-    """Column and row parallel layers, a norm on the data-parallel mesh only, and a bias that is tensor parallel."""
+    """Column and row parallel layers, a norm on the data-parallel mesh only, and a bias that is tensor
+    parallel.
+    """
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     model = numbered(nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 5), nn.LayerNorm(5)))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -213,7 +248,14 @@ def parallelized(rank, world):
 def test_parallelized_modules_hold_what_their_blocks_say(ranks):
     results = ranks.run(parallelized)
     shapes = check(members([result for result, _ in results]))
-    assert shapes == {"0.bias": (9,), "0.weight": (9, 5), "1.bias": (5,), "1.weight": (5, 9), "2.bias": (5,), "2.weight": (5,)}
+    assert shapes == {
+        "0.bias": (9,),
+        "0.weight": (9, 5),
+        "1.bias": (5,),
+        "1.weight": (5, 9),
+        "2.bias": (5,),
+        "2.weight": (5,),
+    }
     assert all(sorted(meshes) == [(4,), (4, 2)] for _, meshes in results)
 
 
@@ -235,14 +277,19 @@ def test_parameters_on_different_meshes(ranks):
 
 
 def fresh_after_forward(rank, world, reshard):
-    """Train one step by hand around a layout that was built before; return what it reads and what was registered."""
+    """Train one step by hand around a layout that was built before; return what it reads and what was
+    registered.
+    """
     mesh = init_device_mesh("cpu", (8,))
     model = fully_shard(numbered(nn.Linear(6, 16)), mesh=mesh, reshard_after_forward=reshard)
     layout = Layout.from_module(model)
     sharded_bias, sharded_weight = layout.tensors()
     model(torch.ones(2, 6)).sum()
     registered = model.weight
-    stale = not isinstance(registered, DTensor) or registered._local_tensor.data_ptr() != sharded_weight.data_ptr()
+    stale = (
+        not isinstance(registered, DTensor)
+        or registered._local_tensor.data_ptr() != sharded_weight.data_ptr()
+    )
     early = Layout.from_module(model) if rank % 2 else layout
     again = [tensor.data_ptr() for tensor in early.tensors()]
     with torch.no_grad():
@@ -337,9 +384,15 @@ def refusals(rank, world):
     rows = (3, 2, 2, 2)[rank // 2]
     tensors = {
         "partial": DTensor.from_local(torch.ones(2, 2), mesh, [Replicate(), Partial()]),
-        "mislaid": DTensor.from_local(torch.ones(rows, 2), mesh, [Shard(0), Replicate()], shape=(9, 2), stride=(2, 1), run_check=False),
-        "strided": DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Replicate()], run_check=False),
-        "meta": DTensor.from_local(torch.ones(2, 2, device="meta"), mesh, [Shard(0), Replicate()], run_check=False),
+        "mislaid": DTensor.from_local(
+            torch.ones(rows, 2), mesh, [Shard(0), Replicate()], shape=(9, 2), stride=(2, 1), run_check=False
+        ),
+        "strided": DTensor.from_local(
+            torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2), Replicate()], run_check=False
+        ),
+        "meta": DTensor.from_local(
+            torch.ones(2, 2, device="meta"), mesh, [Shard(0), Replicate()], run_check=False
+        ),
     }
     texts = {}
     for name, tensor in tensors.items():
@@ -365,18 +418,25 @@ def flattened(rank, world):
     """The older FSDP: as a module, and as a sharded state dict of either kind."""
     outcomes = {}
     for kind, mesh in (("ShardedTensor", None), ("DTensor", init_device_mesh("cpu", (8,)))):
-        model = FullyShardedDataParallel(numbered(nn.Linear(3, 5)), device_id=torch.device("cpu"), device_mesh=mesh)
+        model = FullyShardedDataParallel(
+            numbered(nn.Linear(3, 5)), device_id=torch.device("cpu"), device_mesh=mesh
+        )
         outcomes["module", kind] = report(Layout.from_module(model)), set()
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = model.state_dict()
-        outcomes[kind] = report(Layout.from_tensors(state)), {type(tensor).__name__ for tensor in state.values()}
+        outcomes[kind] = (
+            report(Layout.from_tensors(state)),
+            {type(tensor).__name__ for tensor in state.values()},
+        )
     return outcomes
 
 
 def test_modules_and_state_dicts_of_the_older_fsdp(ranks):
     results = ranks.run(flattened)
     for kind in ("ShardedTensor", "DTensor", ("module", "ShardedTensor"), ("module", "DTensor")):
-        assert {name for result in results for name in result[kind][1]} == ({kind} if isinstance(kind, str) else set())
+        assert {name for result in results for name in result[kind][1]} == (
+            {kind} if isinstance(kind, str) else set()
+        )
         assert check(members([result[kind][0] for result in results])) == {"weight": (5, 3), "bias": (5,)}
 
 
@@ -385,7 +445,9 @@ def loose_ends(rank, world):
     mesh = init_device_mesh("cpu", (8,))
     wrapped = DistributedDataParallel(nn.ModuleDict({"module": nn.Linear(2, 2, bias=False)}).requires_grad_())
     state = fully_shard(Model(), mesh=mesh).state_dict()
-    late = distribute_tensor(positions((9, 2)), mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True)
+    late = distribute_tensor(positions((9, 2)), mesh, [Shard(0)]).redistribute(
+        mesh, [Replicate()], async_op=True
+    )
     layout = Layout.from_tensors({"late": late})
     return (
         [entry.name for entry in Layout.from_module(wrapped).manifest.entries],

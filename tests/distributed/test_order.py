@@ -71,7 +71,12 @@ def test_ranks_that_wait_for_each_other_in_two_channels_are_told_soon_and_go_on(
     (name, text, soon), (first, second), reports, *_ = same(ranks.run(crossed, late, True))
     assert name == "OrderMismatch" and soon
     assert f"in channel {first}, rank 1 in channel {second}. Hint: call the channels" in text
-    assert reports == [(2, 1, "delta", "", 3), (2, 1, "delta", "", 2), (3, 2, "delta", "", 0), (3, 2, "delta", "", 0)]
+    assert reports == [
+        (2, 1, "delta", "", 3),
+        (2, 1, "delta", "", 2),
+        (3, 2, "delta", "", 0),
+        (3, 2, "delta", "", 0),
+    ]
 
 
 def crossed_again(rank: int, world: int) -> Any:
@@ -80,7 +85,11 @@ def crossed_again(rank: int, world: int) -> Any:
         call(module)
     before = prints(one), prints(other)
     errors = [told(lambda: call(other if rank == 1 else one)) for _ in range(3)]
-    return errors, before == (prints(one), prints(other)), [facts(call(module))[:4] for module in (one, other)]
+    return (
+        errors,
+        before == (prints(one), prints(other)),
+        [facts(call(module))[:4] for module in (one, other)],
+    )
 
 
 def test_modules_of_one_shape_are_not_mixed_up_where_the_ranks_do_it_again(ranks: Ranks) -> None:
@@ -96,7 +105,9 @@ def changed_places(rank: int, world: int) -> Any:
         call(module)
     for module in (one, other):
         dte_dist.close(module)
-    return told(lambda: call(other if rank == 1 else one))[0], told(lambda: call(one if rank == 1 else other))[0]
+    return told(lambda: call(other if rank == 1 else one))[0], told(
+        lambda: call(one if rank == 1 else other)
+    )[0]
 
 
 def test_after_close_modules_may_change_places(ranks: Ranks) -> None:
@@ -143,10 +154,17 @@ def rebuilt_with_a_name(rank: int, world: int, who: int) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["on the source", "on a receiver"])
-def test_a_module_that_was_built_anew_takes_the_name_of_its_channel_and_nobody_waits(ranks: Ranks, who: int) -> None:
+def test_a_module_that_was_built_anew_takes_the_name_of_its_channel_and_nobody_waits(
+    ranks: Ranks, who: int
+) -> None:
     errors, (first, second, third), *_ = same(ranks.run(rebuilt_with_a_name, who))
     assert errors == [("", "", True)] * 2
-    assert first == (("full", "sources restarted, receivers held v1"), ("delta", "rank 1 seeded: it had no version"))[who]
+    assert (
+        first
+        == (("full", "sources restarted, receivers held v1"), ("delta", "rank 1 seeded: it had no version"))[
+            who
+        ]
+    )
     assert second == ("delta", "") and third == (2, 1, "delta", "")
 
 
@@ -209,7 +227,10 @@ def two_threads(rank: int, world: int) -> Any:
             time.sleep(LATE)
         reports[module] = facts(call(module))[:4]
 
-    threads = [threading.Thread(target=run, args=(one, rank == 1)), threading.Thread(target=run, args=(other, rank == 0))]
+    threads = [
+        threading.Thread(target=run, args=(one, rank == 1)),
+        threading.Thread(target=run, args=(other, rank == 0)),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -231,7 +252,10 @@ def opened_in_a_thread(rank: int, world: int) -> Any:
     thread = threading.Thread(target=run, args=(one, False, 1))
     thread.start()
     thread.join()
-    threads = [threading.Thread(target=run, args=(one, rank == 1, 1)), threading.Thread(target=run, args=(other, rank == 0, 2))]
+    threads = [
+        threading.Thread(target=run, args=(one, rank == 1, 1)),
+        threading.Thread(target=run, args=(other, rank == 0, 2)),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

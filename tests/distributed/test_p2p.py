@@ -37,7 +37,9 @@ def _truth(step: int) -> torch.Tensor:
 def _shard(full: torch.Tensor, ranks: list[int], rank: int, dim: int) -> torch.nn.Parameter:
     part = full.chunk(len(ranks), dim)[ranks.index(rank)].contiguous().clone()
     mesh = DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
-    tensor = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride())
+    tensor = DTensor.from_local(
+        part, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride()
+    )
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
@@ -52,7 +54,9 @@ def _local(module: torch.nn.Module) -> torch.Tensor:
 
 
 class _Counted:
-    """Bytes of frames that a rank really sends and receives on the channel's wires, point to point or by broadcast; rows are left out."""
+    """Bytes of frames that a rank really sends and receives on the channel's wires, point to point or by
+    broadcast; rows are left out.
+    """
 
     def __enter__(self) -> _Counted:
         self.sent = self.received = 0
@@ -76,7 +80,12 @@ class _Counted:
             self.received += tensor.numel() if wire.rank != root else 0
             return self._kept[2](wire, tensor, root)
 
-        Communicator.send, Communicator.receive, Communicator.broadcast, Communicator.all_gather = send, receive, broadcast, all_gather
+        Communicator.send, Communicator.receive, Communicator.broadcast, Communicator.all_gather = (
+            send,
+            receive,
+            broadcast,
+            all_gather,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,16 +93,30 @@ class _Counted:
 
 
 def four_to_two(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
-    """4 sources sharded by rows, 2 receivers by columns: what a receiver gets on each route, and whether it is right."""
+    """4 sources sharded by rows, 2 receivers by columns: what a receiver gets on each route, and whether it
+    is right.
+    """
     sources, receivers = [0, 1, 2, 3], [4, 5]
-    module = _module(_shard(_truth(0), sources, rank, 0) if rank < 4 else _shard(torch.zeros_like(_truth(0)), receivers, rank, 1))
+    module = _module(
+        _shard(_truth(0), sources, rank, 0)
+        if rank < 4
+        else _shard(torch.zeros_like(_truth(0)), receivers, rank, 1)
+    )
     figures = {}
-    calls = (("seed", dte_dist.delta_p2p), ("broadcast", dte_dist.delta_broadcast), ("p2p", dte_dist.delta_p2p))
+    calls = (
+        ("seed", dte_dist.delta_p2p),
+        ("broadcast", dte_dist.delta_broadcast),
+        ("p2p", dte_dist.delta_p2p),
+    )
     for step, (name, collective) in enumerate(calls):
         with _Counted() as counted:
             report = collective(module, src=sources, codec="fast")
         expected = _truth(step)
-        wrong = 0 if rank < 4 else int(not same_bits(_local(module), expected.chunk(2, 1)[receivers.index(rank)].contiguous()))
+        wrong = (
+            0
+            if rank < 4
+            else int(not same_bits(_local(module), expected.chunk(2, 1)[receivers.index(rank)].contiguous()))
+        )
         figures[name] = (report.wire_bytes, counted.received, wrong)
         if rank < 4:
             _local(module).copy_(_truth(step + 1).chunk(4, 0)[rank])
@@ -110,16 +133,28 @@ def test_a_receiver_of_half_the_columns_gets_half_the_bytes_and_as_many_as_the_r
     assert max(figures["p2p"][1] for figures in results[4:]) == results[0]["p2p"][0]
 
 
-def auto(rank: int, world: int, sources: list[int], receivers: list[int] | None) -> list[tuple[str, str, bool]]:
+def auto(
+    rank: int, world: int, sources: list[int], receivers: list[int] | None
+) -> list[tuple[str, str, bool]]:
     """Sync with route="auto": sources sharded by rows; receivers by columns, or whole if None."""
     dim = 0 if rank in sources else 1
     holders = sources if rank in sources else receivers
     start = _truth(0) if rank in sources else torch.zeros_like(_truth(0))
-    module = _module(torch.nn.Parameter(start, requires_grad=False) if holders is None else _shard(start, holders, rank, dim))
+    module = _module(
+        torch.nn.Parameter(start, requires_grad=False)
+        if holders is None
+        else _shard(start, holders, rank, dim)
+    )
     found = []
-    for step, collective in enumerate((dte_dist.delta_broadcast, dte_dist.delta_p2p, dte_dist.delta_broadcast)):
+    for step, collective in enumerate(
+        (dte_dist.delta_broadcast, dte_dist.delta_p2p, dte_dist.delta_broadcast)
+    ):
         report = collective(module, src=sources, route="auto")
-        expected = _truth(step) if holders is None else _truth(step).chunk(len(holders), dim)[holders.index(rank)].contiguous()
+        expected = (
+            _truth(step)
+            if holders is None
+            else _truth(step).chunk(len(holders), dim)[holders.index(rank)].contiguous()
+        )
         found.append((report.route, report.route_reason, same_bits(_local(module), expected)))
         if rank in sources:
             _local(module).copy_(_truth(step + 1).chunk(len(sources), 0)[rank])
@@ -130,9 +165,29 @@ def auto(rank: int, world: int, sources: list[int], receivers: list[int] | None)
 def test_auto_takes_the_route_whose_busiest_rank_moves_least(ranks) -> None:
     everything = ROWS * COLUMNS * 2
     for found in ranks.run(auto, [0, 1, 2, 3], [4, 5]):
-        assert found == [("p2p", f"busiest rank {format_bytes(everything / 2)}, {format_bytes(everything)} over broadcast", True)] * 3
+        assert (
+            found
+            == [
+                (
+                    "p2p",
+                    f"busiest rank {format_bytes(everything / 2)}, {format_bytes(everything)} over broadcast",
+                    True,
+                )
+            ]
+            * 3
+        )
     for found in ranks.run(auto, [0], None):
-        assert found == [("broadcast", f"busiest rank {format_bytes(everything)}, {format_bytes(5 * everything)} over p2p", True)] * 3
+        assert (
+            found
+            == [
+                (
+                    "broadcast",
+                    f"busiest rank {format_bytes(everything)}, {format_bytes(5 * everything)} over p2p",
+                    True,
+                )
+            ]
+            * 3
+        )
 
 
 def colocated(rank: int, world: int) -> tuple[list[bool], list[str], list[bool]]:
@@ -204,14 +259,21 @@ def test_ranks_that_call_different_collectives_are_told_so_and_go_on(ranks) -> N
 def in_background(rank: int, world: int) -> list[bool]:
     """The optimizer steps at once after the call: receivers get the bits from before."""
     sources, receivers = [0, 1], [2, 3, 4, 5]
-    module = _module(_shard(_truth(0), sources, rank, 0) if rank < 2 else _shard(torch.zeros_like(_truth(0)), receivers, rank, 1))
+    module = _module(
+        _shard(_truth(0), sources, rank, 0)
+        if rank < 2
+        else _shard(torch.zeros_like(_truth(0)), receivers, rank, 1)
+    )
     right = []
     for step in range(3):
         work = dte_dist.delta_p2p(module, src=sources, async_op=True)
         if rank < 2:
             _local(module).copy_(_truth(step + 1).chunk(2, 0)[rank])
         work.wait()
-        right.append(rank < 2 or same_bits(_local(module), _truth(step).chunk(4, 1)[receivers.index(rank)].contiguous()))
+        right.append(
+            rank < 2
+            or same_bits(_local(module), _truth(step).chunk(4, 1)[receivers.index(rank)].contiguous())
+        )
     dte_dist.close(module)
     return right
 

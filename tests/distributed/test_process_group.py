@@ -1,4 +1,6 @@
-"""Distributed tier, four ranks over gloo: what can go wrong between ranks in a `ProcessGroupTransport`, and what moves on its wires."""
+"""Distributed tier, four ranks over gloo: what can go wrong between ranks in a `ProcessGroupTransport`, and
+what moves on its wires.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,15 @@ def payload(version: int, numel: int = 10) -> Payload:
     return write_payload(version, -1, [Change("w", None, weights)], lineage=version + 1)
 
 
-def meet(transport: ProcessGroupTransport, rank: int, version: int, *, sent: Any = None, src: int = 0, timeout: float = PATIENCE) -> Any:
+def meet(
+    transport: ProcessGroupTransport,
+    rank: int,
+    version: int,
+    *,
+    sent: Any = None,
+    src: int = 0,
+    timeout: float = PATIENCE,
+) -> Any:
     """Send on one rank, receive on the others; return what came."""
     if rank == src:
         transport.send(payload(version) if sent is None else sent, timeout=timeout)
@@ -52,7 +62,9 @@ def meet(transport: ProcessGroupTransport, rank: int, version: int, *, sent: Any
     return transport.receive(version, timeout=timeout).version
 
 
-def told(rank: int, world: int, calls: Callable[[ProcessGroupTransport, int], list[Callable[[], Any]]]) -> list[tuple[str, str]]:
+def told(
+    rank: int, world: int, calls: Callable[[ProcessGroupTransport, int], list[Callable[[], Any]]]
+) -> list[tuple[str, str]]:
     """Make calls that raise on all ranks; then the transport still works."""
     transport = ProcessGroupTransport(timeout=PATIENCE)
     errors = [caught(call) for call in calls(transport, rank)]
@@ -62,7 +74,10 @@ def told(rank: int, world: int, calls: Callable[[ProcessGroupTransport, int], li
 
 
 def different_versions(transport: ProcessGroupTransport, rank: int) -> list[Callable[[], Any]]:
-    return [lambda: meet(transport, rank, 4 if rank == 2 else 3), lambda: meet(transport, rank, 3 if rank == 0 else 2)]
+    return [
+        lambda: meet(transport, rank, 4 if rank == 2 else 3),
+        lambda: meet(transport, rank, 3 if rank == 0 else 2),
+    ]
 
 
 def wrong_ends(transport: ProcessGroupTransport, rank: int) -> list[Callable[[], Any]]:
@@ -79,12 +94,18 @@ def wrong_ends(transport: ProcessGroupTransport, rank: int) -> list[Callable[[],
 def what_cannot_be_sent(transport: ProcessGroupTransport, rank: int) -> list[Callable[[], Any]]:
     quantised = torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8)
     tensors: list[Any] = [quantised, torch.zeros(2, dtype=torch.complex128), torch.zeros(3).to_sparse(), 3]
-    return [lambda tensor=tensor: meet(transport, rank, 6, sent=Payload(6, -1, True, {"w": tensor})) for tensor in tensors]
+    return [
+        lambda tensor=tensor: meet(transport, rank, 6, sent=Payload(6, -1, True, {"w": tensor}))
+        for tensor in tensors
+    ]
 
 
 def what_the_caller_fails_with(transport: ProcessGroupTransport, rank: int) -> list[Callable[[], Any]]:
     errors = [OSError("no data"), PeerLost("another transport lost a rank")]
-    return [lambda error=error: transport.fail(error, timeout=PATIENCE) if rank == 0 else meet(transport, rank, 1) for error in errors]
+    return [
+        lambda error=error: transport.fail(error, timeout=PATIENCE) if rank == 0 else meet(transport, rank, 1)
+        for error in errors
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +117,9 @@ def what_the_caller_fails_with(transport: ProcessGroupTransport, rank: int) -> l
         (what_the_caller_fails_with, ["SyncFailed", "PeerLost"]),
     ],
 )
-def test_an_error_of_one_rank_is_raised_on_all_and_the_transport_goes_on(ranks: Ranks, calls: Any, kinds: list[str]) -> None:
+def test_an_error_of_one_rank_is_raised_on_all_and_the_transport_goes_on(
+    ranks: Ranks, calls: Any, kinds: list[str]
+) -> None:
     errors = same(ranks.run(told, calls, seconds=60))
     assert [kind for kind, _ in errors] == kinds, errors
 
@@ -115,7 +138,11 @@ def before_the_transport(rank: int, world: int) -> list[tuple[str, str]]:
 
     both(1)
     wrong = {"w": torch.zeros(50, dtype=torch.complex128)}
-    errors = [caught(lambda: both(1)), caught(lambda: both(2, wrong)), caught(lambda: both(2, asked="2" if rank == 2 else 2))]
+    errors = [
+        caught(lambda: both(1)),
+        caught(lambda: both(2, wrong)),
+        caught(lambda: both(2, asked="2" if rank == 2 else 2)),
+    ]
     if rank == 0:
         weights["w"][3] += 1
     both(3)
@@ -178,7 +205,9 @@ def damaged_description(rank: int, world: int, name: str) -> tuple[tuple[str, st
 
 
 @pytest.mark.parametrize("name", [*DAMAGE, "no JSON", "deep"])
-def test_a_damaged_description_is_a_frame_error_on_all_ranks_and_nothing_hangs(ranks: Ranks, name: str) -> None:
+def test_a_damaged_description_is_a_frame_error_on_all_ranks_and_nothing_hangs(
+    ranks: Ranks, name: str
+) -> None:
     (kind, _), after = same(ranks.run(damaged_description, name, seconds=60))
     assert (kind, after) == ("FrameError", 9)
 
@@ -225,7 +254,12 @@ def opening(rank: int, world: int, options: list[dict[str, Any]]) -> tuple[str, 
 
 @pytest.mark.parametrize(
     ("option", "kind"),
-    [({"src": 1}, "LayoutMismatch"), ({"src": 4}, "ValueError"), ({"src": True}, "ValueError"), ({"plan": 3}, "ValueError")],
+    [
+        ({"src": 1}, "LayoutMismatch"),
+        ({"src": 4}, "ValueError"),
+        ({"src": True}, "ValueError"),
+        ({"plan": 3}, "ValueError"),
+    ],
 )
 def test_ranks_that_open_it_differently_all_raise(ranks: Ranks, option: dict[str, Any], kind: str) -> None:
     options = [{"timeout": PATIENCE}] * 3 + [{"timeout": PATIENCE, **option}]
@@ -233,11 +267,16 @@ def test_ranks_that_open_it_differently_all_raise(ranks: Ranks, option: dict[str
 
 
 def test_a_wrong_timeout_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:
-    assert same(ranks.run(opening, [{"timeout": PATIENCE}] * 3 + [{"timeout": 0}], seconds=60))[0] == "ValueError"
+    assert (
+        same(ranks.run(opening, [{"timeout": PATIENCE}] * 3 + [{"timeout": 0}], seconds=60))[0]
+        == "ValueError"
+    )
 
 
 def over_a_subgroup(rank: int, world: int) -> int:
-    """A group in another order, whose ranks are not those of the world; it and a second transport over it, in turns."""
+    """A group in another order, whose ranks are not those of the world; it and a second transport over it, in
+    turns.
+    """
     group = dist.new_group([3, 1, 2], sort_ranks=False)
     if rank == 0:
         return 5
@@ -308,7 +347,9 @@ def test_payloads_of_any_size_arrive_bit_for_bit(ranks: Ranks, numel: int) -> No
 
 
 class Counted:
-    """Bytes of descriptions and data that a rank sends to each other rank, point to point; rows of numbers are left out."""
+    """Bytes of descriptions and data that a rank sends to each other rank, point to point; rows of numbers
+    are left out.
+    """
 
     def __enter__(self) -> Counted:
         self.sent: dict[int, int] = {}
@@ -328,7 +369,9 @@ class Counted:
 
 
 def shards(rank: int, world: int, colocated: bool) -> dict[int, int]:
-    """Rows of 4 senders, or of 2, to receivers that hold the same rows on other ranks; return the bytes that this one sent."""
+    """Rows of 4 senders, or of 2, to receivers that hold the same rows on other ranks; return the bytes that
+    this one sent.
+    """
     full, rows = torch.arange(4 * 1000, dtype=torch.float32).view(4, 1000), 1 if colocated else 2
 
     def view(tensor: torch.Tensor, low: int) -> Layout:
@@ -369,12 +412,16 @@ def test_what_a_rank_sends_itself_does_not_travel(ranks: Ranks) -> None:
 
 
 def one_sided(rank: int, world: int) -> list[float]:
-    """Rank 0 holds all rows and sends only to itself; its first payload to come is that of rank 1, the root of the plan."""
+    """Rank 0 holds all rows and sends only to itself; its first payload to come is that of rank 1, the root
+    of the plan.
+    """
     full = torch.arange(32.0).view(8, 4)
     sources = {1: [("w", full[4:].clone(), (8, 4), (4, 0))], 0: [("w", full[:4].clone(), (8, 4), (0, 0))]}
     copies = {0: torch.zeros(8, 4), 2: torch.zeros(2, 4)}
     senders = {each: Layout.from_views(views) for each, views in sources.items()}
-    targets = {each: Layout.from_views([("w", copies[each], (8, 4), (low, 0))]) for each, low in ((0, 0), (2, 5))}
+    targets = {
+        each: Layout.from_views([("w", copies[each], (8, 4), (low, 0))]) for each, low in ((0, 0), (2, 5))
+    }
     plan = Plan.between(senders, targets)
     transport = ProcessGroupTransport(plan=plan, timeout=PATIENCE)
     engine = DeltaEngine(transport, plan=plan, rank=rank, timeout=PATIENCE)
@@ -396,18 +443,25 @@ def test_a_receiver_that_sends_only_to_itself(ranks: Ranks) -> None:
 
 
 def as_a_user_would(rank: int, world: int) -> tuple[list[str], list[str]]:
-    """Two trainers with DTensors on a mesh, two rollout ranks cut the other way; every rank knows only what it holds itself."""
+    """Two trainers with DTensors on a mesh, two rollout ranks cut the other way; every rank knows only what
+    it holds itself.
+    """
     trainers, rollouts = [0, 1], [2, 3]
     mine, dim = (trainers, 0) if rank in trainers else (rollouts, 1)
     mesh = DeviceMesh("cpu", mine, _init_backend=False, _rank=rank)
     full = {"w": torch.randn(7, 5, generator=torch.Generator().manual_seed(1)), "b": torch.arange(3.0)}
-    parts = {name: tensor.chunk(2, min(dim, tensor.dim() - 1))[mine.index(rank)].clone() for name, tensor in full.items()}
+    parts = {
+        name: tensor.chunk(2, min(dim, tensor.dim() - 1))[mine.index(rank)].clone()
+        for name, tensor in full.items()
+    }
     cut = {name: [Shard(min(dim, full[name].dim() - 1))] for name in full}
     if rank in rollouts:
         parts = {name: torch.zeros_like(part) for name, part in parts.items()}
     module = torch.nn.Module()
     for name, part in parts.items():
-        tensor = DTensor.from_local(part, mesh, cut[name], run_check=False, shape=full[name].shape, stride=full[name].stride())
+        tensor = DTensor.from_local(
+            part, mesh, cut[name], run_check=False, shape=full[name].shape, stride=full[name].stride()
+        )
         module.register_parameter(name, torch.nn.Parameter(tensor))
     layout = Layout.from_module(module)
     held: list[Any] = [None] * world
@@ -425,7 +479,10 @@ def as_a_user_would(rank: int, world: int) -> tuple[list[str], list[str]]:
             full["w"][version, version] += 1
             full["w"][4 + version, version] += 1
     transport.close()
-    expected = [digest(tensor.chunk(2, min(dim, tensor.dim() - 1))[mine.index(rank)].contiguous()) for tensor in full.values()]
+    expected = [
+        digest(tensor.chunk(2, min(dim, tensor.dim() - 1))[mine.index(rank)].contiguous())
+        for tensor in full.values()
+    ]
     return [digest(part) for part in parts.values()], expected
 
 
@@ -516,7 +573,9 @@ def test_closing_wakes_the_others(ranks: Ranks) -> None:
 
 
 def close_at_once(rank: int, world: int, rounds: int) -> None:
-    """Every rank closes as soon as it has what it came for: the others must not lose the last version by that."""
+    """Every rank closes as soon as it has what it came for: the others must not lose the last version by
+    that.
+    """
     for version in range(1, rounds):
         transport = ProcessGroupTransport(timeout=PATIENCE)
         assert meet(transport, rank, version) == version
@@ -564,7 +623,8 @@ def begin(rank: int, world: int) -> int:
 
 
 def broken_meeting(rank: int, world: int, victim: int, flag: str) -> tuple[str, str, str, float]:
-    """Meet again; the victim stops in the middle: a receiver at its second piece, the sender before its second one.
+    """Meet again; the victim stops in the middle: a receiver at its second piece, the sender before its
+    second one.
 
     Who waits for a dead rank to receive may learn of it only at the timeout: gloo does not wake it.
     """
@@ -612,6 +672,8 @@ def test_a_rank_that_dies_is_peer_lost_on_all_others(tmp_path: Path, victim: int
             ranks.start(broken_meeting, victim, "")
         outcomes: list[Outcome] = ranks.finish(60)
     told = [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
-    assert [(kind, after) for kind, _, after, _ in told] == [(PeerLost.__name__, "ChannelClosed")] * (WORLD - 1), outcomes
+    assert [(kind, after) for kind, _, after, _ in told] == [(PeerLost.__name__, "ChannelClosed")] * (
+        WORLD - 1
+    ), outcomes
     assert len({text for _, text, *_ in told}) == 1
     assert all(took < SHORT + 12 for *_, took in told)

@@ -1,7 +1,9 @@
-"""Random sweep (gloo, 8 ranks): meshes, placements, shapes, dtypes, densities, source layout x receiver layout; bit-exact.
+"""Random sweep (gloo, 8 ranks): meshes, placements, shapes, dtypes, densities, source layout x receiver
+layout; bit-exact.
 
-400 cases over the root, 200 shard to shard; each opens a channel, seeds, and syncs twice more, with the next of all pairs of codecs.
-`DTE_SWEEP=seed` repeats a sweep, `DTE_SWEEP=seed:case` one case, `DTE_CODEC=ef+planes` makes all cases use one pair.
+400 cases over the root, 200 shard to shard; each opens a channel, seeds, and syncs twice more, with the next
+of all pairs of codecs. `DTE_SWEEP=seed` repeats a sweep, `DTE_SWEEP=seed:case` one case,
+`DTE_CODEC=ef+planes` makes all cases use one pair.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from tests.distributed.cases import Case, local_tensor, make_case, same_bits
 from tests.distributed.launcher import Ranks
 
 WORLD, CASES, BATCH = 8, 400, 50
-PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]
+PAIRS = [
+    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
+]
 CODECS = ["auto", "fast", "small", *PAIRS]
 
 
@@ -36,7 +40,11 @@ class Held(torch.nn.Module):
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        parameters = {id(t): torch.nn.Parameter(t, requires_grad=False) for t in tensors.values() if t.is_floating_point()}
+        parameters = {
+            id(t): torch.nn.Parameter(t, requires_grad=False)
+            for t in tensors.values()
+            if t.is_floating_point()
+        }
         for name, tensor in tensors.items():
             *path, leaf = name.split(".")
             module: torch.nn.Module = self
@@ -50,7 +58,9 @@ class Held(torch.nn.Module):
                 module.register_buffer(leaf, tensor)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+        return dict(self.named_parameters(remove_duplicate=False)) | dict(
+            self.named_buffers(remove_duplicate=False)
+        )
 
 
 def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str, codec: str) -> list[str]:
@@ -69,16 +79,30 @@ def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str, c
     wrong = []
     for step in range(3):
         report = getattr(dte_dist, collective)(
-            source if source is not None else copy, group, src=case.sources, into=copy if source is not None else None,
-            wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=60, codec=codec,
-        )  # fmt: skip
-        if (report.version, report.kind, report.changed, report.total) != (step + 1, "delta" if step else "full", changed, total):
+            source if source is not None else copy,
+            group,
+            src=case.sources,
+            into=copy if source is not None else None,
+            wire_dtype=case.wire or None,
+            bucket_bytes=case.bucket_bytes,
+            timeout=60,
+            codec=codec,
+        )
+        if (report.version, report.kind, report.changed, report.total) != (
+            step + 1,
+            "delta" if step else "full",
+            changed,
+            total,
+        ):
             wrong.append(f"{case.seed} step {step}: {report}, {changed} of {total} expected")
         for name, tensor in copy.tensors().items() if copy is not None else ():
             part = case.at_receiver[name].part(case.expected(name), case.receivers.index(rank))
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if not same_bits(local.reshape(part.shape) if not part.numel() else local, part):
-                wrong.append(f"{case.seed} step {step} rank {rank}: {name} {case.at_source[name]} -> {case.at_receiver[name]}")
+                wrong.append(
+                    f"{case.seed} step {step} rank {rank}: {name} {case.at_source[name]} -> "
+                    f"{case.at_receiver[name]}"
+                )
         changed = case.change(rng)
         for name, tensor in source.tensors().items() if source is not None else ():
             part = case.at_source[name].part(case.tensors[name], case.sources.index(rank))
@@ -100,11 +124,15 @@ def sweep(rank: int, world: int, seeds: list[str], collective: str, codecs: list
 
 _SEED, _, _ONE = os.environ.get("DTE_SWEEP", str(random.SystemRandom().getrandbits(32))).partition(":")
 _NUMBERS = [[int(_ONE)]] if _ONE else [list(range(low, low + BATCH)) for low in range(0, CASES, BATCH)]
-_RUNS = [("delta_broadcast", numbers) for numbers in _NUMBERS] + [("delta_p2p", numbers) for numbers in _NUMBERS[: len(_NUMBERS) // 2 or 1]]
+_RUNS = [("delta_broadcast", numbers) for numbers in _NUMBERS] + [
+    ("delta_p2p", numbers) for numbers in _NUMBERS[: len(_NUMBERS) // 2 or 1]
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("collective", "numbers"), _RUNS, ids=[f"{name}-{_SEED}:{numbers[0]}" for name, numbers in _RUNS])
+@pytest.mark.parametrize(
+    ("collective", "numbers"), _RUNS, ids=[f"{name}-{_SEED}:{numbers[0]}" for name, numbers in _RUNS]
+)
 def test_every_layout_reaches_every_other_bit_for_bit(ranks, collective, numbers, capsys):
     with capsys.disabled():
         print(f"\nsweep: {collective}, DTE_SWEEP={_SEED}, cases {numbers[0]} to {numbers[-1]}")

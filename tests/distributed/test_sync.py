@@ -1,6 +1,8 @@
-"""Distributed tier, four ranks over gloo: what `delta_broadcast` promises between ranks, and what happens when one rank fails.
+"""Distributed tier, four ranks over gloo: what `delta_broadcast` promises between ranks, and what happens
+when one rank fails.
 
-Every program runs on all ranks. Rank 0 is the source unless the test says otherwise; bits are compared through hashes.
+Every program runs on all ranks. Rank 0 is the source unless the test says otherwise; bits are compared
+through hashes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,20 @@ from dte_dist.sync.receiver import Receiver
 from dte_dist.sync.staging import StagedPatch
 from dte_dist.transport.broadcast import BucketedBroadcast
 from tests.distributed.launcher import Ranks
-from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, model, nudge, parts_of, prints, same, sync
+from tests.distributed.tools import (
+    TIMEOUT,
+    Rows,
+    caught,
+    channel_of,
+    digest,
+    facts,
+    model,
+    nudge,
+    parts_of,
+    prints,
+    same,
+    sync,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +55,8 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-# One sync after another --------------------------------------------------------------------------------------------------
+# One sync after another
+# --------------------------------------------------------------------------------------------------
 
 
 def five_syncs(rank: int, world: int) -> list[Any]:
@@ -56,7 +72,9 @@ def five_syncs(rank: int, world: int) -> list[Any]:
 def test_five_syncs_in_a_row_move_versions_and_leave_all_ranks_bit_equal(ranks: Ranks) -> None:
     seen = same(ranks.run(five_syncs))
     assert seen[0][0][:5] == (1, None, "full", "first sync", 145)
-    assert [facts[:5] for facts, _ in seen[1:]] == [(step + 1, step, "delta", "", step) for step in (1, 2, 3, 4)]
+    assert [facts[:5] for facts, _ in seen[1:]] == [
+        (step + 1, step, "delta", "", step) for step in (1, 2, 3, 4)
+    ]
     assert len({str(prints) for _, prints in seen}) == 5
 
 
@@ -68,8 +86,19 @@ def nothing_changed(rank: int, world: int) -> Any:
 
 
 def test_nothing_changed_moves_the_version_on_both_sides_and_sends_no_byte(ranks: Ranks) -> None:
-    (version, base, kind, _, changed, _, wire, gather, _, frames, seeded), unchanged = same(ranks.run(nothing_changed))
-    assert (version, base, kind, changed, wire, gather, frames, seeded) == (2, 1, "delta", 0, 0, 0, 0, ()) and unchanged
+    (version, base, kind, _, changed, _, wire, gather, _, frames, seeded), unchanged = same(
+        ranks.run(nothing_changed)
+    )
+    assert (version, base, kind, changed, wire, gather, frames, seeded) == (
+        2,
+        1,
+        "delta",
+        0,
+        0,
+        0,
+        0,
+        (),
+    ) and unchanged
 
 
 def one_rank_changed(rank: int, world: int) -> Any:
@@ -158,7 +187,9 @@ def odd_order(rank: int, world: int, how: dict[str, Any]) -> Any:
     return facts(report), prints(module), after_seed == prints(model(2))
 
 
-@pytest.mark.parametrize("how", [{}, {"src": 2}, {"src": [2]}, {"group_src": 0}, {"group_src": (0,)}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"src": 2}, {"src": [2]}, {"group_src": 0}, {"group_src": (0,)}], ids=str
+)
 def test_in_a_group_of_another_order_the_source_is_group_rank_0(ranks: Ranks, how: dict[str, Any]) -> None:
     report, after, from_rank_2 = same(ranks.run(odd_order, how))
     assert report[:5] == (2, 1, "delta", "", 4) and from_rank_2
@@ -222,7 +253,8 @@ def test_copies_of_nans_in_another_thread_are_what_they_were(ranks: Ranks) -> No
     assert not wrong
 
 
-# FSDP2 -------------------------------------------------------------------------------------------------------------------
+# FSDP2 ------------------------------------------------------------------------------------------------------
+# -------------
 
 
 def trainers(rank: int, world: int, how: str) -> Any:
@@ -236,7 +268,9 @@ def trainers(rank: int, world: int, how: str) -> Any:
     for step in range(3):
         report = sync(module, **options)
         if rank < 2:
-            whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.state_dict().items()}
+            whole = {
+                n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.state_dict().items()
+            }
             found.append((facts(report)[:5], {name: digest(tensor) for name, tensor in whole.items()}))
             module(torch.ones(2, 12)).sum().backward()
             torch.optim.SGD(module.parameters(), lr=0.5 / (step + 1)).step()
@@ -248,7 +282,9 @@ def trainers(rank: int, world: int, how: str) -> Any:
 @pytest.mark.parametrize("how", ["default", "mesh", "ranks"])
 def test_fsdp2_trainers_are_the_sources_by_default_by_mesh_and_by_ranks(ranks: Ranks, how: str) -> None:
     found = same(ranks.run(trainers, how))
-    assert [report[2] for report, _ in found] == ["full", "delta", "delta"] and len({str(bits) for _, bits in found}) == 3
+    assert [report[2] for report, _ in found] == ["full", "delta", "delta"] and len(
+        {str(bits) for _, bits in found}
+    ) == 3
 
 
 def colocated(rank: int, world: int) -> Any:
@@ -262,7 +298,11 @@ def colocated(rank: int, world: int) -> Any:
     report = sync(trained, into=copy)
     whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in trained.state_dict().items()}
     assert [p.data_ptr() for p in copy.parameters()] == addresses
-    return facts(report)[:4], {name: digest(tensor) for name, tensor in whole.items()} == prints(copy), prints(copy)
+    return (
+        facts(report)[:4],
+        {name: digest(tensor) for name, tensor in whole.items()} == prints(copy),
+        prints(copy),
+    )
 
 
 def test_every_rank_trains_a_shard_and_receives_a_whole_copy_into_another_module(ranks: Ranks) -> None:
@@ -284,7 +324,8 @@ def test_into_on_the_root_and_on_a_mere_receiver_beside_plain_receivers(ranks: R
     assert [untouched for _, untouched in found] == [True, False, True, False]
 
 
-# Options -----------------------------------------------------------------------------------------------------------------
+# Options ----------------------------------------------------------------------------------------------------
+# -------------
 
 
 def select_part(rank: int, world: int) -> Any:
@@ -304,7 +345,9 @@ def test_receivers_may_select_a_part_and_the_rest_stays_bit_for_bit(ranks: Ranks
     (report, bits, _), *others = ranks.run(select_part)
     assert report == (2, 1, "delta", "", 5)
     assert others[0][1] == bits
-    assert others[1][2] == ["0.bias", "0.weight"] and "2.weight" not in others[2][2] and "steps" in others[2][2]
+    assert (
+        others[1][2] == ["0.bias", "0.weight"] and "2.weight" not in others[2][2] and "steps" in others[2][2]
+    )
     assert all(bits[name] == after[name] for _, after, changed in others for name in changed)
 
 
@@ -326,11 +369,22 @@ def test_a_layout_of_views_may_be_part_of_the_model(ranks: Ranks) -> None:
     assert same(ranks.run(part_of_views)) == [2.0] * 12
 
 
-WRONG = [{"codec": "x"}, {"codec": 3}, {"route": "y"}, {"ratio": -1}, {"ratio": "1"}, {"ratio": True}, {"timeout": "soon"}, {"nope": 1}]
+WRONG = [
+    {"codec": "x"},
+    {"codec": 3},
+    {"route": "y"},
+    {"ratio": -1},
+    {"ratio": "1"},
+    {"ratio": True},
+    {"timeout": "soon"},
+    {"nope": 1},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_an_option_that_makes_no_sense_on_one_rank_is_told_to_all(ranks: Ranks, wrong: dict[str, Any]) -> None:
+def test_an_option_that_makes_no_sense_on_one_rank_is_told_to_all(
+    ranks: Ranks, wrong: dict[str, Any]
+) -> None:
     kind, text = same(ranks.run(wrong_option, wrong))
     assert kind == "ValueError" and (next(iter(wrong)) in text)
 
@@ -384,7 +438,10 @@ def wrapped(rank: int, world: int) -> Any:
         if rank == 0:
             nudge(module, "0.weight", step)
         sync(module)
-    return {name.replace("_checkpoint_wrapped_module.", ""): digest(tensor) for name, tensor in inner.state_dict().items()}
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): digest(tensor)
+        for name, tensor in inner.state_dict().items()
+    }
 
 
 def test_prefixes_of_wrappers_on_one_side_do_not_matter(ranks: Ranks) -> None:
@@ -393,11 +450,16 @@ def test_prefixes_of_wrappers_on_one_side_do_not_matter(ranks: Ranks) -> None:
 
 WIRES = {
     "one dtype": torch.bfloat16,
-    "by name": {"0.weight": torch.bfloat16, "0.bias": torch.bfloat16, "1.weight": torch.bfloat16, "1.bias": torch.bfloat16,
-                "2.weight": torch.bfloat16},
+    "by name": {
+        "0.weight": torch.bfloat16,
+        "0.bias": torch.bfloat16,
+        "1.weight": torch.bfloat16,
+        "1.bias": torch.bfloat16,
+        "2.weight": torch.bfloat16,
+    },
     "function": lambda name, dtype: torch.bfloat16 if dtype.is_floating_point else dtype,
     "receiver": "receiver",
-}  # fmt: skip
+}
 
 
 def cast_on_the_wire(rank: int, world: int, kind: str) -> Any:
@@ -410,7 +472,9 @@ def cast_on_the_wire(rank: int, world: int, kind: str) -> Any:
     if rank == 0:
         nudge(module, "1.weight", 8, by=1.0)
     third = sync(module, **options)
-    bits = {name: digest(t.bfloat16() if t.is_floating_point() else t) for name, t in module.state_dict().items()}
+    bits = {
+        name: digest(t.bfloat16() if t.is_floating_point() else t) for name, t in module.state_dict().items()
+    }
     return first.dense_bytes, second.changed, second.wire_bytes, third.changed, bits
 
 
@@ -429,7 +493,12 @@ def full_on_demand(rank: int, world: int) -> Any:
 
 def test_mode_full_sends_everything_and_deltas_go_on_after_it(ranks: Ranks) -> None:
     reports, _ = same(ranks.run(full_on_demand))
-    assert [report[2:4] for report in reports] == [("full", "first sync"), ("delta", ""), ("full", "mode"), ("delta", "")]
+    assert [report[2:4] for report in reports] == [
+        ("full", "first sync"),
+        ("delta", ""),
+        ("full", "mode"),
+        ("delta", ""),
+    ]
     assert [report[0] for report in reports] == [1, 2, 3, 4]
     assert reports[2][10] == (1, 2, 3) and reports[2][4] == reports[2][5]
 
@@ -452,7 +521,12 @@ def full_of_one_source(rank: int, world: int) -> Any:
 
 def test_one_source_that_is_asked_for_everything_is_enough(ranks: Ranks) -> None:
     reports, _ = same(ranks.run(full_of_one_source))
-    assert [report[2:4] for report in reports] == [("full", "first sync"), ("delta", ""), ("full", "mode"), ("delta", "")]
+    assert [report[2:4] for report in reports] == [
+        ("full", "first sync"),
+        ("delta", ""),
+        ("full", "mode"),
+        ("delta", ""),
+    ]
     assert [report[1] for report in reports] == [None, 1, 2, 3]
 
 
@@ -464,7 +538,13 @@ def full_that_fails(rank: int, world: int) -> Any:
     if rank == 0:
         nudge(module, "0.weight", 5)
     error = caught(lambda: sync(module, mode="full", version=1))
-    return error[0], rank == 0 or prints(module) == before, facts(sync(module))[:4], facts(sync(module))[:4], prints(module)
+    return (
+        error[0],
+        rank == 0 or prints(module) == before,
+        facts(sync(module))[:4],
+        facts(sync(module))[:4],
+        prints(module),
+    )
 
 
 def test_a_full_sync_that_fails_moves_no_receiver_and_the_next_one_is_full_and_says_why(ranks: Ranks) -> None:
@@ -526,7 +606,9 @@ def hundred_syncs(rank: int, world: int) -> Any:
         if step in (39, 139):
             gc.collect()
             with open("/proc/self/statm") as statm:
-                held.append((int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects())))
+                held.append(
+                    (int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects()))
+                )
     same_addresses = [p.data_ptr() for p in module.parameters()] == addresses
     return same_addresses, held[1][0] - held[0][0], held[1][1] - held[0][1], prints(module)
 
@@ -601,7 +683,9 @@ def codecs(rank: int, world: int) -> Any:
         if rank == 1 and step == 1:
             weight[SEGMENT : 2 * SEGMENT] = torch.arange(SEGMENT) % 251 + 2
             weight[SEGMENT + 17] = 1  # as before, but sent with the rest of its segment
-        report = sync(layout, src=[0, 1], bucket_bytes=4 * SEGMENT, mode="full" if step == 3 else "delta", codec="fast")
+        report = sync(
+            layout, src=[0, 1], bucket_bytes=4 * SEGMENT, mode="full" if step == 3 else "delta", codec="fast"
+        )
         seen.append(((report.kind, report.changed, report.frames), dict(report.codecs)))
     parts: list[Any] = [None] * world
     dist.all_gather_object(parts, weight)
@@ -609,7 +693,9 @@ def codecs(rank: int, world: int) -> Any:
     return seen, int((weight != before).sum()), bits
 
 
-def test_a_report_counts_the_segments_this_rank_sent_by_codec_and_a_dense_one_between_sparse_ones_arrives(ranks: Ranks) -> None:
+def test_a_report_counts_the_segments_this_rank_sent_by_codec_and_a_dense_one_between_sparse_ones_arrives(
+    ranks: Ranks,
+) -> None:
     seen, changed, bits = zip(*ranks.run(codecs), strict=True)
     same(list(bits))
     assert [[sent for _, sent in syncs] for syncs in seen] == [
@@ -620,11 +706,15 @@ def test_a_report_counts_the_segments_this_rank_sent_by_codec_and_a_dense_one_be
     ]
     total = 2 * (2 * SEGMENT + 999)
     assert same([[figures for figures, _ in syncs] for syncs in seen]) == [
-        ("full", total, 2), ("delta", changed[0] + changed[1], 2), ("delta", 0, 0), ("full", total, 2),
-    ]  # fmt: skip
+        ("full", total, 2),
+        ("delta", changed[0] + changed[1], 2),
+        ("delta", 0, 0),
+        ("full", total, 2),
+    ]
 
 
-# Several modules and groups ----------------------------------------------------------------------------------------------
+# Several modules and groups
+# ----------------------------------------------------------------------------------------------
 
 
 def two_modules(rank: int, world: int) -> Any:
@@ -657,7 +747,11 @@ def two_groups(rank: int, world: int) -> Any:
 
 def test_one_module_over_two_groups_has_a_version_in_each_and_both_are_right(ranks: Ranks) -> None:
     found = ranks.run(two_groups)
-    assert found[1][0] == [(1, None, "full", "first sync", 145), (2, 1, "delta", "", 3), (3, 2, "delta", "", 4)]
+    assert found[1][0] == [
+        (1, None, "full", "first sync", 145),
+        (2, 1, "delta", "", 3),
+        (3, 2, "delta", "", 4),
+    ]
     assert found[2][0] == found[3][0] == [(1, None, "full", "first sync", 145), (2, 1, "delta", "", 5)]
     assert found[0][1] == found[2][1] == found[3][1]  # the far group came last
     assert found[0][1] != found[1][1]
@@ -725,7 +819,9 @@ def reopened(rank: int, world: int, change: str) -> Any:
 
 
 @pytest.mark.parametrize("change", ["select", "into"])
-def test_a_receiver_that_receives_more_or_elsewhere_than_in_the_group_before_is_seeded_and_only_it(ranks: Ranks, change: str) -> None:
+def test_a_receiver_that_receives_more_or_elsewhere_than_in_the_group_before_is_seeded_and_only_it(
+    ranks: Ranks, change: str
+) -> None:
     assert same(ranks.run(reopened, change))[1] == (2,)
 
 
@@ -745,7 +841,8 @@ def test_when_a_group_is_replaced_by_another_receivers_go_on_without_a_seed(rank
     assert same(ranks.run(moved_groups))[0][1:] == [(2, 1, "delta", "", 2), (3, 2, "delta", "", 3)]
 
 
-# In the background -------------------------------------------------------------------------------------------------------
+# In the background
+# -------------------------------------------------------------------------------------------------------
 
 
 def background(rank: int, world: int) -> Any:
@@ -766,13 +863,20 @@ def background(rank: int, world: int) -> Any:
             total /= world
         assert total.item() == sum(range(world)) / world + step
         reports.append(facts(work.wait()))
-        assert work.is_completed() and work.is_success() and work.exception() is None and work.wait() is work.result()
+        assert (
+            work.is_completed()
+            and work.is_success()
+            and work.exception() is None
+            and work.wait() is work.result()
+        )
         if rank:
             sent.append(prints(module))
     return reports, sent
 
 
-def test_async_receivers_get_the_bits_from_before_the_optimizer_step_beside_collectives_of_the_user(ranks: Ranks) -> None:
+def test_async_receivers_get_the_bits_from_before_the_optimizer_step_beside_collectives_of_the_user(
+    ranks: Ranks,
+) -> None:
     reports, sent = same(ranks.run(background))
     assert [report[2] for report in reports] == ["full", "delta", "delta", "delta"]
     assert len({str(bits) for bits in sent}) == 4
@@ -801,7 +905,13 @@ def background_failure(rank: int, world: int) -> Any:
     work = sync(module, async_op=True, version=1)
     error = caught(work.wait)
     again = caught(work.wait)
-    return error, again, work.is_success(), type(work.exception()).__name__, sync(module, async_op=True).wait().version
+    return (
+        error,
+        again,
+        work.is_success(),
+        type(work.exception()).__name__,
+        sync(module, async_op=True).wait().version,
+    )
 
 
 def test_an_async_sync_that_fails_raises_at_every_wait_and_the_next_one_works(ranks: Ranks) -> None:
@@ -827,7 +937,8 @@ def test_a_wait_that_times_out_leaves_the_sync_running(ranks: Ranks) -> None:
     assert found[0][0][0] == "TimeoutError" and same([version for _, version in found]) == 2
 
 
-# Opening and closing -----------------------------------------------------------------------------------------------------
+# Opening and closing
+# -----------------------------------------------------------------------------------------------------
 
 
 def extra(module: nn.Module) -> nn.Module:
@@ -851,8 +962,11 @@ def recast(module: nn.Module) -> nn.Module:
 
 
 MISFITS = {
-    "extra": (extra, "3."), "missing": (missing, "2.weight"), "shape": (reshaped, "2.weight"), "dtype": (recast, "2.weight"),
-}  # fmt: skip
+    "extra": (extra, "3."),
+    "missing": (missing, "2.weight"),
+    "shape": (reshaped, "2.weight"),
+    "dtype": (recast, "2.weight"),
+}
 
 
 def misfit(rank: int, world: int, kind: str, who: int) -> Any:
@@ -866,9 +980,17 @@ def misfit(rank: int, world: int, kind: str, who: int) -> Any:
 
 @pytest.mark.parametrize("who", [0, 2], ids=["on the source", "on one receiver"])
 @pytest.mark.parametrize("kind", MISFITS)
-def test_models_that_do_not_fit_are_named_on_every_rank_when_the_channel_opens(ranks: Ranks, kind: str, who: int) -> None:
+def test_models_that_do_not_fit_are_named_on_every_rank_when_the_channel_opens(
+    ranks: Ranks, kind: str, who: int
+) -> None:
     (name, text), untouched, version, _ = same(ranks.run(misfit, kind, who))
-    assert name == "LayoutMismatch" and f"tensor '{MISFITS[kind][1]}" in text and "ranks" in text and untouched and version == 1
+    assert (
+        name == "LayoutMismatch"
+        and f"tensor '{MISFITS[kind][1]}" in text
+        and "ranks" in text
+        and untouched
+        and version == 1
+    )
 
 
 def two_of_a_name(rank: int, world: int) -> Any:
@@ -883,8 +1005,14 @@ def test_two_tensors_of_one_name_are_named_on_every_rank(ranks: Ranks) -> None:
 
 
 DISAGREEMENTS = {
-    "bucket_bytes": 4096, "anchor_interval": 5, "verify_interval": 5, "timeout": 14.0, "src": 1, "group_src": [0, 1], "name": "x",
-}  # fmt: skip
+    "bucket_bytes": 4096,
+    "anchor_interval": 5,
+    "verify_interval": 5,
+    "timeout": 14.0,
+    "src": 1,
+    "group_src": [0, 1],
+    "name": "x",
+}
 
 
 def disagree(rank: int, world: int, option: str, is_open: bool) -> Any:
@@ -897,7 +1025,9 @@ def disagree(rank: int, world: int, option: str, is_open: bool) -> Any:
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["opening", "open"])
 @pytest.mark.parametrize("option", DISAGREEMENTS)
-def test_options_that_differ_on_one_rank_are_named_on_every_rank(ranks: Ranks, option: str, is_open: bool) -> None:
+def test_options_that_differ_on_one_rank_are_named_on_every_rank(
+    ranks: Ranks, option: str, is_open: bool
+) -> None:
     (name, text), version = same(ranks.run(disagree, option, is_open))
     assert name == ("ValueError" if is_open else "LayoutMismatch")
     assert ("src" if "src" in option else option) in text or (is_open and "sources" in text)
@@ -905,24 +1035,51 @@ def test_options_that_differ_on_one_rank_are_named_on_every_rank(ranks: Ranks, o
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "version 0": {"version": 0}, "version True": {"version": True}, "version text": {"version": "3"}, "version huge": {"version": 1 << 63},
-    "mode": {"mode": "half"}, "bucket of 1 byte": {"bucket_bytes": 1}, "bucket text": {"bucket_bytes": "16M"},
-    "anchor 0": {"anchor_interval": 0}, "verify 0": {"verify_interval": 0}, "verify text": {"verify_interval": "2"},
-    "no time": {"timeout": 0}, "time text": {"timeout": "soon"}, "endless time": {"timeout": float("inf")},
-    "src outside": {"src": 99}, "group_src outside": {"group_src": 4}, "negative src": {"group_src": -1}, "src twice": {"src": [0, 0]},
-    "no src": {"src": []}, "both": {"src": 0, "group_src": 0}, "src text": {"src": "root"},
-    "wire text": {"wire_dtype": "bf17"}, "wires text": {"wire_dtype": {"w": "bloat16"}},
-    "less than a millisecond": {"timeout": 1e-4}, "more than the clock has": {"timeout": 1e10},
-    "select number": {"select": 3}, "select nothing": {"select": ["lyers.*"]}, "select none": {"select": lambda name: False},
-    "rename text": {"rename": "w"}, "half a inline payload": {"rename": "{}\udcff".format}, "into text": {"into": "copy"},
-    "into number": {"into": 3}, "no name": {"name": ""}, "name number": {"name": 3},
-}  # fmt: skip
+    "version 0": {"version": 0},
+    "version True": {"version": True},
+    "version text": {"version": "3"},
+    "version huge": {"version": 1 << 63},
+    "mode": {"mode": "half"},
+    "bucket of 1 byte": {"bucket_bytes": 1},
+    "bucket text": {"bucket_bytes": "16M"},
+    "anchor 0": {"anchor_interval": 0},
+    "verify 0": {"verify_interval": 0},
+    "verify text": {"verify_interval": "2"},
+    "no time": {"timeout": 0},
+    "time text": {"timeout": "soon"},
+    "endless time": {"timeout": float("inf")},
+    "src outside": {"src": 99},
+    "group_src outside": {"group_src": 4},
+    "negative src": {"group_src": -1},
+    "src twice": {"src": [0, 0]},
+    "no src": {"src": []},
+    "both": {"src": 0, "group_src": 0},
+    "src text": {"src": "root"},
+    "wire text": {"wire_dtype": "bf17"},
+    "wires text": {"wire_dtype": {"w": "bloat16"}},
+    "less than a millisecond": {"timeout": 1e-4},
+    "more than the clock has": {"timeout": 1e10},
+    "select number": {"select": 3},
+    "select nothing": {"select": ["lyers.*"]},
+    "select none": {"select": lambda name: False},
+    "rename text": {"rename": "w"},
+    "half a inline payload": {"rename": "{}\udcff".format},
+    "into text": {"into": "copy"},
+    "into number": {"into": 3},
+    "no name": {"name": ""},
+    "name number": {"name": 3},
+}
 TEXTS = {
     "select nothing": "'lyers.*', and the names are 'steps', '0.weight', '0.bias', '1.weight' and 2 more",
-    "select none": "it is a function, and", "half a inline payload": r"'steps\udcff' for 'steps': it has a lone surrogate",
-}  # fmt: skip
+    "select none": "it is a function, and",
+    "half a inline payload": r"'steps\udcff' for 'steps': it has a lone surrogate",
+}
 """What errors must say where a channel opens."""
-NO_MODULE: dict[str, dict[str, Any]] = {"none": {"module": None}, "a dict": {"module": {}}, "a tensor": {"module": torch.zeros(3)}}
+NO_MODULE: dict[str, dict[str, Any]] = {
+    "none": {"module": None},
+    "a dict": {"module": {}},
+    "a tensor": {"module": torch.zeros(3)},
+}
 
 
 def wrong_on_one_rank(rank: int, world: int, is_open: bool, who: int) -> Any:
@@ -938,7 +1095,9 @@ def wrong_on_one_rank(rank: int, world: int, is_open: bool, who: int) -> Any:
 
 
 @pytest.mark.parametrize(("is_open", "who"), [(False, 0), (False, 2), (True, 0), (True, 2)], ids=str)
-def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all_and_the_next_call_works(ranks: Ranks, is_open: bool, who: int) -> None:
+def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all_and_the_next_call_works(
+    ranks: Ranks, is_open: bool, who: int
+) -> None:
     errors, report, _ = same(ranks.run(wrong_on_one_rank, is_open, who))
     for name, (kind, text) in errors.items():
         assert kind == "ValueError", (name, kind, text)
@@ -958,7 +1117,9 @@ def no_module_while_open(rank: int, world: int) -> Any:
     return error[0], prints(module)
 
 
-def test_no_module_on_one_rank_of_an_open_channel_is_said_there_at_once_and_the_others_do_not_hang(ranks: Ranks) -> None:
+def test_no_module_on_one_rank_of_an_open_channel_is_said_there_at_once_and_the_others_do_not_hang(
+    ranks: Ranks,
+) -> None:
     found = ranks.run(no_module_while_open)
     same([bits for _, bits in found])
     assert [error for error, _ in found] == ["PeerLost", "PeerLost", "ValueError", "PeerLost"]
@@ -1007,7 +1168,10 @@ def forgotten(rank: int, world: int, kind: str) -> Any:
     for _ in range(2):
         sync(target, into=copy)
     sync(target, into=copy, async_op=True).wait()
-    channel, alive = channel_of(target), [weakref.ref(target)] + ([weakref.ref(copy)] if copy is not None else [])
+    channel, alive = (
+        channel_of(target),
+        [weakref.ref(target)] + ([weakref.ref(copy)] if copy is not None else []),
+    )
     gc.collect()
     before = len(registry._channels)
     dist.barrier()
@@ -1021,7 +1185,8 @@ def test_a_channel_does_not_keep_its_module_alive_and_goes_with_it(ranks: Ranks,
     assert same(ranks.run(forgotten, kind)) == (True, "its module is gone", 1)
 
 
-# Failures ----------------------------------------------------------------------------------------------------------------
+# Failures ---------------------------------------------------------------------------------------------------
+# -------------
 
 
 def detector_raises(rank: int, world: int) -> Any:
@@ -1076,7 +1241,9 @@ def apply_raises(rank: int, world: int) -> Any:
     return seen, prints(module)
 
 
-def test_a_receiver_that_raises_inside_its_third_apply_is_seeded_by_the_fourth_and_only_it(ranks: Ranks) -> None:
+def test_a_receiver_that_raises_inside_its_third_apply_is_seeded_by_the_fourth_and_only_it(
+    ranks: Ranks,
+) -> None:
     (second, third, fourth, fifth), _ = same(ranks.run(apply_raises))
     assert second[:4] == (2, 1, "delta", "")
     assert third[0] == "ApplyFailed" and "rank 2 of the group" in third[1] and "OSError" in third[1]
@@ -1114,7 +1281,9 @@ def damaged_in_transit(rank: int, world: int, where: str) -> Any:
 
 
 @pytest.mark.parametrize(("where", "who"), [("received", "rank 2 of"), ("sent", "rank 1, 2, 3 of")])
-def test_frame_two_of_three_damaged_in_transit_fails_all_and_the_next_delta_is_a_superset(ranks: Ranks, where: str, who: str) -> None:
+def test_frame_two_of_three_damaged_in_transit_fails_all_and_the_next_delta_is_a_superset(
+    ranks: Ranks, where: str, who: str
+) -> None:
     (name, text), untouched, report, _ = same(ranks.run(damaged_in_transit, where))
     assert name == "FrameError" and who in text and untouched
     assert report == (2, 1, "delta", "", 192)
@@ -1147,7 +1316,9 @@ def source_fails_after_the_gather(rank: int, world: int) -> Any:
     return cause, (error, took < TIMEOUT, unmoved, facts(sync(rows.layout, src=[0, 1]))[:5], rows.whole(2))
 
 
-def test_a_source_that_fails_after_the_gather_lets_no_rank_commit_and_the_next_call_goes_on_without_a_seed(ranks: Ranks) -> None:
+def test_a_source_that_fails_after_the_gather_lets_no_rank_commit_and_the_next_call_goes_on_without_a_seed(
+    ranks: Ranks,
+) -> None:
     causes, found = zip(*ranks.run(source_fails_after_the_gather), strict=True)
     (name, text), prompt, unmoved, report, _ = same(list(found))
     assert name == "PeerLost" and "rank 1 failed: MemoryError: no room" in text
@@ -1156,7 +1327,9 @@ def test_a_source_that_fails_after_the_gather_lets_no_rank_commit_and_the_next_c
 
 
 def vote_known_to_one(rank: int, world: int) -> Any:
-    """Ranks 0 and 1 lose the vote in which rank 2 learns that all agreed; rank 2 is away for one version and comes back."""
+    """Ranks 0 and 1 lose the vote in which rank 2 learns that all agreed; rank 2 is away for one version and
+    comes back.
+    """
     module = model(rank)
     vote, reports = Sync._vote, []
 
@@ -1179,7 +1352,9 @@ def vote_known_to_one(rank: int, world: int) -> Any:
     return (reports or [None])[-1], prints(module)
 
 
-def test_a_version_that_only_some_committed_is_never_taken_for_the_one_made_in_its_place(ranks: Ranks) -> None:
+def test_a_version_that_only_some_committed_is_never_taken_for_the_one_made_in_its_place(
+    ranks: Ranks,
+) -> None:
     *members, _ = ranks.run(vote_known_to_one)
     report, _ = same(members)
     assert report[2:4] == ("delta", "rank 2 seeded: it followed another run") and report[10] == (2,)
@@ -1194,7 +1369,9 @@ def absent(rank: int, world: int) -> Any:
     return error[0], took < 15, facts(sync(module))[:4], prints(module)
 
 
-def test_a_rank_that_does_not_come_is_peer_lost_on_the_others_and_may_come_to_the_next_call(ranks: Ranks) -> None:
+def test_a_rank_that_does_not_come_is_peer_lost_on_the_others_and_may_come_to_the_next_call(
+    ranks: Ranks,
+) -> None:
     error, prompt, report, _ = same(ranks.run(absent))
     assert error == "PeerLost" and prompt and report == (1, None, "full", "first sync")
 

@@ -1,7 +1,8 @@
-"""Random sweep (gloo, 8 ranks): sharded senders and receivers of any layouts over a `ProcessGroupTransport`; bit-exact.
+"""Random sweep (gloo, 8 ranks): sharded senders and receivers of any layouts over a `ProcessGroupTransport`;
+bit-exact.
 
-Each case makes a group and a transport, pushes and pulls several versions, and closes. `DTE_SWEEP=seed` repeats a sweep,
-`DTE_SWEEP=seed:case` one case.
+Each case makes a group and a transport, pushes and pulls several versions, and closes. `DTE_SWEEP=seed`
+repeats a sweep, `DTE_SWEEP=seed:case` one case.
 """
 
 from __future__ import annotations

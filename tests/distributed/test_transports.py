@@ -1,7 +1,8 @@
 """One suite of scenarios for every transport, and every topology of `DeltaEngine`.
 
-A scenario is written once, as if every rank ran it: `push` is done by those senders that this process plays, `pull` by its receivers.
-Over `LoopbackTransport` one process plays them all, over `ProcessGroupTransport` each real rank (gloo) plays itself.
+A scenario is written once, as if every rank ran it: `push` is done by those senders that this process plays,
+    `pull` by its receivers. Over `LoopbackTransport` one process plays them all, over `ProcessGroupTransport`
+    each real rank (gloo) plays itself.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ from dte_dist import (
     VersionGap,
     VersionReplay,
     VersionRestart,
-)  # fmt: skip
+)
 from dte_dist.engine.payload import HEADER
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 from tests.distributed.shares import warm
 
 WORLD, PATIENCE = 4, 20.0
-TOPOLOGIES = {"whole": ([0], [1, 2, 3]), "sharded": ([0, 1], [2, 3]), "colocated": ([0, 1, 2, 3], [0, 1, 2, 3])}
-TRUTH = {"w": torch.zeros(24, 12), "b": torch.zeros(12, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.int64)}
+TOPOLOGIES = {
+    "whole": ([0], [1, 2, 3]),
+    "sharded": ([0, 1], [2, 3]),
+    "colocated": ([0, 1, 2, 3], [0, 1, 2, 3]),
+}
+TRUTH = {
+    "w": torch.zeros(24, 12),
+    "b": torch.zeros(12, dtype=torch.bfloat16),
+    "s": torch.zeros((), dtype=torch.int64),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,9 @@ def ranks():
 
 
 class Faulty(Transport):
-    """Another transport, whose `send` can be made to raise instead of sending or after it, or to spoil what it sends; keeps the last."""
+    """Another transport, whose `send` can be made to raise instead of sending or after it, or to spoil what
+    it sends; keeps the last.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner, self.failing, self.last = inner, "", Payload(0, -1, True, {})
@@ -80,23 +91,37 @@ class Stage:
     """
 
     def __init__(
-        self, topology: str, played: Sequence[int], connect: Callable[[Plan | None], Transport], timeout: float = PATIENCE
+        self,
+        topology: str,
+        played: Sequence[int],
+        connect: Callable[[Plan | None], Transport],
+        timeout: float = PATIENCE,
     ) -> None:
         sources, copies = TOPOLOGIES[topology]
         self.truth = {name: tensor.clone() for name, tensor in TRUTH.items()}
-        self.sent = {rank: self._parts(topology, place, len(sources), 0) for place, rank in enumerate(sources)}
+        self.sent = {
+            rank: self._parts(topology, place, len(sources), 0) for place, rank in enumerate(sources)
+        }
         self.held = {rank: self._parts(topology, place, len(copies), -1) for place, rank in enumerate(copies)}
-        self.source, self.target = ({rank: _given(topology, parts) for rank, parts in side.items()} for side in (self.sent, self.held))
+        self.source, self.target = (
+            {rank: _given(topology, parts) for rank, parts in side.items()} for side in (self.sent, self.held)
+        )
         self.plan = None if topology == "whole" else Plan.between(self.source, self.target)
-        self.senders, self.receivers = ([rank for rank in side if rank in played] for side in (sources, copies))
+        self.senders, self.receivers = (
+            [rank for rank in side if rank in played] for side in (sources, copies)
+        )
         self.topology, self.kinds = topology, ""
         inner = connect(self.plan)
         self.transport = {rank: Faulty(inner) for rank in played}
         self.restart()
 
     @staticmethod
-    def _parts(topology: str, place: int, ranks: int, dim: int) -> dict[str, tuple[tuple[slice, ...], Tensor]]:
-        """Return slices of the truth, and memory for them: cut along a dimension; what has none is whole everywhere."""
+    def _parts(
+        topology: str, place: int, ranks: int, dim: int
+    ) -> dict[str, tuple[tuple[slice, ...], Tensor]]:
+        """Return slices of the truth, and memory for them: cut along a dimension; what has none is whole
+        everywhere.
+        """
         parts = {}
         for name, tensor in TRUTH.items():
             region = [slice(0, size) for size in tensor.shape]
@@ -132,7 +157,9 @@ class Stage:
         for rank in self.receivers:
             staged = self.pull_with[rank].decode_for_live_apply(version)
             if rank == self.receivers[0]:
-                kinds = {"F" if payload.full else "d" if changes else "-" for payload, changes in staged.parts}
+                kinds = {
+                    "F" if payload.full else "d" if changes else "-" for payload, changes in staged.parts
+                }
                 self.kinds += min(kinds, key="Fd-".index)
             self.pull_with[rank].commit_live_apply(staged, self.target[rank])
         assert self.versions() == {version} or not self.receivers
@@ -168,7 +195,8 @@ def _given(topology: str, parts: dict[str, tuple[tuple[slice, ...], Tensor]]) ->
     if topology == "whole":
         return {name: tensor for name, (_, tensor) in parts.items()}
     return Layout.from_views(
-        (name, tensor, tuple(TRUTH[name].shape), tuple(along.start for along in region)) for name, (region, tensor) in parts.items()
+        (name, tensor, tuple(TRUTH[name].shape), tuple(along.start for along in region))
+        for name, (region, tensor) in parts.items()
     )
 
 
@@ -184,7 +212,11 @@ def quickstart(stage: Stage) -> None:
 
 def memory_of_receivers_stays(stage: Stage) -> None:
     def marks() -> list[tuple[int, int]]:
-        return [(tensor.data_ptr(), tensor._version) for rank in stage.receivers for _, tensor in stage.held[rank].values()]
+        return [
+            (tensor.data_ptr(), tensor._version)
+            for rank in stage.receivers
+            for _, tensor in stage.held[rank].values()
+        ]
 
     before = marks()
     stage.both(1)
@@ -228,7 +260,9 @@ def replay(stage: Stage) -> None:
 
 
 def restart(stage: Stage) -> None:
-    """Senders that start anew are noticed, wherever their versions are; a full version above the one held is the hint."""
+    """Senders that start anew are noticed, wherever their versions are; a full version above the one held is
+    the hint.
+    """
     for held, versions in ((5, (1, 2)), (6, (6, 7))):
         stage.both(held, full=True)
         stage.push_with = {rank: stage.new_engine(rank) for rank in stage.senders}
@@ -379,7 +413,9 @@ def closed_by_one(stage: Stage) -> None:
 
 
 def comes_late(stage: Stage) -> None:
-    """A transport that keeps payloads gives them to a receiver that comes later: an anchor and what follows it."""
+    """A transport that keeps payloads gives them to a receiver that comes later: an anchor and what follows
+    it.
+    """
     stage.restart(anchor_interval=2)
     for version in range(5):
         stage.change(version)
@@ -398,15 +434,32 @@ def comes_late(stage: Stage) -> None:
 
 
 SCENARIOS = [
-    quickstart, memory_of_receivers_stays, gap, nothing_to_start_from, replay, restart,
-    full_payloads_without_header, send_that_fails_before, send_that_fails_after, wrong_payload,
-    disturbed_targets, nobody_sends, closed_by_one,
-]  # fmt: skip
-RUNS = [(scenario, topology) for scenario in SCENARIOS for topology in TOPOLOGIES if (scenario, topology) != (nobody_sends, "colocated")]
+    quickstart,
+    memory_of_receivers_stays,
+    gap,
+    nothing_to_start_from,
+    replay,
+    restart,
+    full_payloads_without_header,
+    send_that_fails_before,
+    send_that_fails_after,
+    wrong_payload,
+    disturbed_targets,
+    nobody_sends,
+    closed_by_one,
+]
+RUNS = [
+    (scenario, topology)
+    for scenario in SCENARIOS
+    for topology in TOPOLOGIES
+    if (scenario, topology) != (nobody_sends, "colocated")
+]
 IDS = [f"{scenario.__name__}-{topology}" for scenario, topology in RUNS]
 
 
-@pytest.mark.parametrize(("scenario", "topology"), [*RUNS, *((comes_late, topology) for topology in TOPOLOGIES)])
+@pytest.mark.parametrize(
+    ("scenario", "topology"), [*RUNS, *((comes_late, topology) for topology in TOPOLOGIES)]
+)
 def test_over_loopback(scenario: Callable[[Stage], None], topology: str) -> None:
     transport = LoopbackTransport()
     scenario(Stage(topology, range(WORLD), lambda _: transport))

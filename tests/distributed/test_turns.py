@@ -258,11 +258,14 @@ def told(call: Callable[[], Any]) -> tuple[str, str, bool]:
 
 
 PLACES = {
-    "a source looks": (0, "sync/source.py:prepare"), "a source takes over": (0, "detect/snapshot.py:advance"),
-    "a source notes": (0, "detect/snapshot.py:_noted"), "a source encodes": (1, "sync/frame_builder.py:add"),
-    "a source has prepared": (0, "sync/channel.py:_row"), "a receiver begins": (2, "sync/receiver.py:begin"),
+    "a source looks": (0, "sync/source.py:prepare"),
+    "a source takes over": (0, "detect/snapshot.py:advance"),
+    "a source notes": (0, "detect/snapshot.py:_noted"),
+    "a source encodes": (1, "sync/frame_builder.py:add"),
+    "a source has prepared": (0, "sync/channel.py:_row"),
+    "a receiver begins": (2, "sync/receiver.py:begin"),
     "a receiver prepares": (3, "sync/channel.py:prepare"),
-}  # fmt: skip
+}
 
 
 def interrupted(rank: int, world: int, who: int, place: str, background: bool) -> Any:

@@ -221,19 +221,34 @@ def all_dtypes(rank: int, world: int) -> Side:
 
 
 LAYOUTS: dict[str, Callable[[int, int], Side]] = {
-    "plain": plain, "fsdp2": fsdp2, "fsdp2, cast": fsdp2_casts, "hsdp, colocated": hsdp, "fsdp2 receivers": fsdp2_receivers,
-    "receivers by rows": sharded_receivers(0), "receivers by columns": sharded_receivers(1), "part": partial, "colocated": colocated,
-    "sources by rows": by_rows, "fused": fused, "tied": tied, "dtypes": all_dtypes,
-}  # fmt: skip
+    "plain": plain,
+    "fsdp2": fsdp2,
+    "fsdp2, cast": fsdp2_casts,
+    "hsdp, colocated": hsdp,
+    "fsdp2 receivers": fsdp2_receivers,
+    "receivers by rows": sharded_receivers(0),
+    "receivers by columns": sharded_receivers(1),
+    "part": partial,
+    "colocated": colocated,
+    "sources by rows": by_rows,
+    "fused": fused,
+    "tied": tied,
+    "dtypes": all_dtypes,
+}
 SHARED = {"fsdp2", "fsdp2, cast", "hsdp, colocated", "colocated"}
 """Those of which several sources hold the same."""
 
 layouts = pytest.mark.parametrize("kind", LAYOUTS)
 
 CALLS: dict[str, dict[str, Any]] = {
-    "seed": {}, "delta": {}, "p2p": {"route": "p2p"}, "background": {"async_op": True},
-    "background p2p": {"async_op": True, "route": "p2p"}, "full": {"mode": "full"}, "small": {"codec": "small"},
-}  # fmt: skip
+    "seed": {},
+    "delta": {},
+    "p2p": {"route": "p2p"},
+    "background": {"async_op": True},
+    "background p2p": {"async_op": True, "route": "p2p"},
+    "full": {"mode": "full"},
+    "small": {"codec": "small"},
+}
 
 
 def call(side: Side, **how: Any) -> dte_dist.SyncReport:
@@ -356,8 +371,8 @@ def test_several_tensors_on_several_receivers(ranks: Ranks) -> None:
     (first, text), again, second = same(ranks.run(two_at_once))[0]
     assert first == (1, 2, "0.bias", (1, 3), (1, 2, 3), 0)
     assert (
-        text
-        == "v1: 2 of 6 tensors differ, first '0.bias', on rank 1, 3 (of 1, 2, 3); sources: 0 shards moved since"
+        text == "v1: 2 of 6 tensors differ, first '0.bias', on rank 1, 3 (of 1, 2, 3); "
+        "sources: 0 shards moved since"
     )
     reason = f"rank 1 seeded: {DIFFERENT}; rank 3 seeded: {DIFFERENT}"
     assert again == (2, "delta", reason, (1, 3)) and second == (2, 0, None, (), (1, 2, 3), 0)
@@ -582,8 +597,12 @@ def interrupted(rank: int, world: int, place: str) -> Any:
     if rank == 0:
         nudge(module, "0.weight", 3)
     return error, (
-        prompt, closed[0], why(sync(module, timeout=LONG)), dte_dist.verify(module).equal, prints(module),
-    )  # fmt: skip
+        prompt,
+        closed[0],
+        why(sync(module, timeout=LONG)),
+        dte_dist.verify(module).equal,
+        prints(module),
+    )
 
 
 @pytest.mark.parametrize("place", ["before the ranks meet", "digesting"])
@@ -652,7 +671,9 @@ def test_syncs_verify_at_versions_that_the_interval_divides(ranks: Ranks, every:
 
 
 def trained_meanwhile(rank: int, world: int) -> Any:
-    """The optimizer steps as soon as the call has returned, while the sync, and its verification, are on their way."""
+    """The optimizer steps as soon as the call has returned, while the sync, and its verification, are on
+    their way.
+    """
     module = model(rank)
     sync(module, verify_interval=1)
     if rank == 1:

@@ -190,7 +190,9 @@ def stops_in_opening(rank: int, world: int, where: str, flag: str) -> Any:
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_rank_that_dies_while_a_channel_opens_is_named_soon(ranks: Ranks, tmp_path: Path, where: str) -> None:
+def test_a_rank_that_dies_while_a_channel_opens_is_named_soon(
+    ranks: Ranks, tmp_path: Path, where: str
+) -> None:
     ranks.run(begin)  # so that it is known which processes the ranks are
     ranks.start(stops_in_opening, where, str(tmp_path / "flag"))
     wait_for(tmp_path / "flag")
@@ -203,7 +205,9 @@ def test_a_rank_that_dies_while_a_channel_opens_is_named_soon(ranks: Ranks, tmp_
 
 
 @pytest.mark.parametrize("where", ["before the roll call", "at the roll call", "while it connects"])
-def test_a_rank_that_dies_in_its_very_first_call_is_named_soon(ranks: Ranks, tmp_path: Path, where: str) -> None:
+def test_a_rank_that_dies_in_its_very_first_call_is_named_soon(
+    ranks: Ranks, tmp_path: Path, where: str
+) -> None:
     ranks.start(stops_in_opening, where, str(tmp_path / "flag"))
     wait_for(tmp_path / "flag")
     ranks.kill(2)
@@ -560,14 +564,18 @@ def test_the_call_of_a_late_rank_meets_the_next_try_of_the_others(
     assert report == ((2, 1, "delta", "", 3) if is_open else (1, None, "full", "first sync", report[4]))
 
 
-def test_a_late_rank_in_the_background_is_told_so_and_meets_the_others_at_its_next_call(lasting: Ranks) -> None:
+def test_a_late_rank_in_the_background_is_told_so_and_meets_the_others_at_its_next_call(
+    lasting: Ranks,
+) -> None:
     found = lasting.run(comes_late, PATIENT + 1, True, True)
     assert "rank 1 did not answer" in found[1][0][0][0]
     assert same([rest for _, *rest in found])[0] == (2, 1, "delta", "", 3)
 
 
 def two_groups_of_one_source_are_given_up(rank: int, world: int) -> Any:
-    """Rank 0 sends to rank 1 over one group and to rank 2 over another; both come too late, and then in time."""
+    """Rank 0 sends to rank 1 over one group and to rank 2 over another; both come too late, and then in
+    time.
+    """
     groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
     mine = [group for number, group in enumerate(groups) if rank in (0, number + 1)]
     module = model(rank)

@@ -43,8 +43,7 @@ def test_a_module_that_changed_opens_a_new_channel_once_the_old_one_is_closed(ra
     (kind, text), report, _, _ = same(ranks.run(changed_module, how))
     assert kind == "LayoutMismatch" and report == "full"
     assert (
-        "Hint: call dte_dist.close(module, group) on every rank, and sync again: a new channel opens"
-        in text
+        "Hint: call dte_dist.close(module, group) on every rank, and sync again: a new channel opens" in text
     )
 
 

@@ -1,4 +1,6 @@
-"""What tests on ranks share: small models, their bits, errors as values, and a way to the channel for faults to be put in."""
+"""What tests on ranks share: small models, their bits, errors as values, and a way to the channel for faults
+to be put in.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from dte_dist.sync.channel import Channel
 from dte_dist.sync.protocol import ChannelState
 
 TIMEOUT = 15.0
-"""Seconds that a call may wait for another rank: long for a busy machine, short of the launcher's own limit."""
+"""Seconds that a call may wait for another rank: long for a busy machine, short of the launcher's own limit.
+"""
 
 
 def sync(module: Any, group: Any = None, **options: Any) -> Any:
@@ -78,9 +81,18 @@ def same(values: list[Any]) -> Any:
 def facts(report: dte_dist.SyncReport) -> tuple[Any, ...]:
     """The part of a report that is the same on every rank."""
     return (
-        report.version, report.base_version, report.kind, report.reason, report.changed, report.total, report.wire_bytes,
-        report.gather_bytes, report.dense_bytes, report.frames, report.seeded,
-    )  # fmt: skip
+        report.version,
+        report.base_version,
+        report.kind,
+        report.reason,
+        report.changed,
+        report.total,
+        report.wire_bytes,
+        report.gather_bytes,
+        report.dense_bytes,
+        report.frames,
+        report.seeded,
+    )
 
 
 class Rows:
@@ -88,13 +100,25 @@ class Rows:
 
     def __init__(self, rank: int, sources: int, shape: tuple[int, int] = (12, 5), tensors: int = 1) -> None:
         torch.manual_seed(rank)
-        low, high = (rank * shape[0] // sources, (rank + 1) * shape[0] // sources) if rank < sources else (0, shape[0])
+        low, high = (
+            (rank * shape[0] // sources, (rank + 1) * shape[0] // sources)
+            if rank < sources
+            else (0, shape[0])
+        )
         self.parts = [torch.randn(high - low, shape[1]) for _ in range(tensors)]
-        self.layout = Layout.from_views([(f"w{i:04}", part, shape, (low, 0)) for i, part in enumerate(self.parts)])
+        self.layout = Layout.from_views(
+            [(f"w{i:04}", part, shape, (low, 0)) for i, part in enumerate(self.parts)]
+        )
 
     def whole(self, sources: int) -> list[str]:
-        """Hash every tensor as all ranks know it: the sources' parts put together on rank 0, the copy on the others."""
+        """Hash every tensor as all ranks know it: the sources' parts put together on rank 0, the copy on the
+        others.
+        """
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, self.parts)
-        mine = [torch.cat(cut) for cut in zip(*gathered[:sources], strict=True)] if dist.get_rank() < sources else self.parts
+        mine = (
+            [torch.cat(cut) for cut in zip(*gathered[:sources], strict=True)]
+            if dist.get_rank() < sources
+            else self.parts
+        )
         return [digest(tensor) for tensor in mine]

@@ -87,7 +87,9 @@ def _texts(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Constant]]:
 
 
 def blocks(path: Path) -> list[Block]:
-    """Return the fenced blocks of a document with their hidden code: `before:` stands above a block, `after:` below it."""
+    """Return the fenced blocks of a document with their hidden code: `before:` stands above a block, `after:`
+    below it.
+    """
     text, file = path.read_text(), str(path.relative_to(ROOT))
     marks = sorted([*_FENCE.finditer(text), *_HIDDEN.finditer(text)], key=re.Match.start)
     found: list[Block] = []

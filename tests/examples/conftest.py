@@ -15,7 +15,9 @@ _SECONDS = 40.0
 
 
 class Stage:
-    """Ranks that are started when they are first needed, and anew after an example has left them in different places."""
+    """Ranks that are started when they are first needed, and anew after an example has left them in different
+    places.
+    """
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None

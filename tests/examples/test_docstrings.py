@@ -1,7 +1,7 @@
 """Every example of every docstring of the package runs, and says what it prints.
 
-Examples of collectives run on real ranks, all of them in step; each rank compares what it prints. The examples of public names see
-only public names, as a reader does; the others see their module, too.
+Examples of collectives run on real ranks, all of them in step; each rank compares what it prints. The
+examples of public names see only public names, as a reader does; the others see their module, too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def failures(found: Docstring, names: dict[str, Any]) -> str:
     """Run an example; return what went wrong, nothing if all is well."""
     own = {} if _is_public(found.name) else vars(importlib.import_module(found.module))
     globs = names | own | {"__name__": found.module}
-    test = doctest.DocTestParser().get_doctest(inspect.cleandoc(found.text), globs, found.name, found.file, found.line)
+    test = doctest.DocTestParser().get_doctest(
+        inspect.cleandoc(found.text), globs, found.name, found.file, found.line
+    )
     said: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append)
     return "".join(said)
@@ -89,7 +91,9 @@ def _public() -> tuple[str, ...]:
 
 
 def public_names() -> Iterator[tuple[str, str]]:
-    """Yield full name and last part of every public name, and of every public method and property of a class."""
+    """Yield full name and last part of every public name, and of every public method and property of a
+    class.
+    """
     for name in sorted(set(dte_dist.__all__) - {"__version__"}):
         found = getattr(dte_dist, name)
         if name == "Detector":  # a type has no docstring of its own: the string below it is one

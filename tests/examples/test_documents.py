@@ -1,10 +1,11 @@
 """Every code block of README.md and docs/*.md runs, or is checked as far as it can be.
 
-* `python`: on real ranks, all of them at once, with the names of `world.on_ranks`; hidden code before it prepares what the text
-  around it speaks of, hidden code after it checks what it did. A block that calls `init_process_group` is a program: torchrun runs it.
+* `python`: on real ranks, all of them at once, with the names of `world.on_ranks`; hidden code before it
+  prepares what the text around it speaks of, hidden code after it checks what it did. A block that calls
+  `init_process_group` is a program: torchrun runs it.
 * `text`: not code. It is compared where a program prints it, or where hidden code checks it as `shown`.
-* `bash`: the files and the options that it names exist. `.ci/run` installs the project, runs its tests and its demo; nothing runs the bench
-  of 4 minutes, whose parts have tests of their own.
+* `bash`: the files and the options that it names exist. `.ci/run` installs the project, runs its tests and
+  its demo; nothing runs the bench of 4 minutes, whose parts have tests of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ COMMANDS = [
     if block.language == "bash"
     for line in block.code.splitlines()
     for command in line.split(" && ")
-]  # fmt: skip
+]
 
 
 def test_blocks_are_found():
@@ -72,9 +73,24 @@ def test_program(block: Block, tmp_path):
     assert printed.language == "text", "a program is followed by what it prints"
     path = tmp_path / "train.py"
     path.write_text(block.code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(WORLD),
+        str(path),
+    ]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": paths}, check=False)
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     shown, said = (_masked(text).splitlines() for text in (printed.code, ran.stdout))
     assert len(shown) == len(said)
@@ -93,7 +109,9 @@ def test_command(command: str):
     if "pip" in words:
         assert words[-2:] == ["-c", "constraints.txt"] and (ROOT / words[-1]).is_file()
         extra = words[words.index("-e") + 1].removeprefix(".[").removesuffix("]")
-        assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert (
+            extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        )
         return
     if words == ["python", "-m", "pytest"]:
         return
@@ -107,6 +125,8 @@ def test_command(command: str):
 @cache
 def _help(script: str) -> str:
     """Return what a script says about its options."""
-    ran = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    ran = subprocess.run(
+        [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

@@ -32,7 +32,8 @@ def on_ranks(mesh: DeviceMesh) -> dict[str, Any]:
 
     * `group` is the world; `mesh` has the trainers in one row and the others in the other.
     * `model` is trained by the trainers with FSDP2, and a copy in fp32 on each of the other ranks.
-    * `train()` makes a step of `optimizer` on trainers and does nothing on the others; `trains` tells them apart.
+    * `train()` makes a step of `optimizer` on trainers and does nothing on the others; `trains` tells them
+      apart.
     """
     rank = dist.get_rank()
     torch.manual_seed(rank)

@@ -1,8 +1,8 @@
 """Where the GPU tier runs, and what its tests share.
 
-`DTE_TEST_DEVICE=cpu` runs the same tests on tensors of the CPU, which then take the way of tensors on an accelerator: kernels of
-plain torch ops, frames that stay where they were made. That proves the tests themselves where there is no GPU; without the variable
-they are skipped there.
+`DTE_TEST_DEVICE=cpu` runs the same tests on tensors of the CPU, which then take the way of tensors on an
+accelerator: kernels of plain torch ops, frames that stay where they were made. That proves the tests
+themselves where there is no GPU; without the variable they are skipped there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from dte_dist.tensors.flat import BITS, FlatTensors
 DEVICE = torch.device(os.environ.get("DTE_TEST_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
 
-tier = [pytest.mark.gpu, pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device")]
+tier = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="means nothing without a CUDA device")
 
 FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -45,7 +48,9 @@ def begin() -> None:
         torch.cuda.set_device(0)
     else:
         kernels.on, kernels.remaps_on = (lambda _: module("torch_ops")), (lambda _: module("torch_remap"))
-        kernels.codecs_on = lambda device: module("cpu_codecs" if isinstance(device, str) else "torch_codecs")  # by name: the host's own
+        kernels.codecs_on = lambda device: module(
+            "cpu_codecs" if isinstance(device, str) else "torch_codecs"
+        )  # by name: the host's own
         kernels.warm = lambda *_: None
 
 
@@ -70,7 +75,8 @@ def waits() -> Iterator[list[str]]:
     found += [str(each.message) for each in caught if "called a synchronizing" in str(each.message)]
 
 
-# Bits and geometry -------------------------------------------------------------------------------------------------------
+# Bits and geometry
+# -------------------------------------------------------------------------------------------------------
 
 
 def random_bits(count: int, width: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
@@ -84,7 +90,9 @@ Recipe = tuple[str, tuple[int, ...]]
 
 
 def recipes(seed: int, most: int = 9) -> list[Recipe]:
-    """Draw how some tensors lie in memory: whole, misaligned, transposed, sliced, permuted, empty, of no dimension; one is large."""
+    """Draw how some tensors lie in memory: whole, misaligned, transposed, sliced, permuted, empty, of no
+    dimension; one is large.
+    """
     pick = random.Random(seed)
     drawn: list[Recipe] = []
     for number in range(pick.randint(1, most)):
@@ -98,8 +106,12 @@ def recipes(seed: int, most: int = 9) -> list[Recipe]:
                 6,
             )
         shapes = {
-            "plain": (a, b), "offset": (a * b + 3,), "transposed": (a, b), "sliced": (a, b + 2), "permuted": (a, b % 9 + 9, c % 7 + 1),
-        }  # fmt: skip
+            "plain": (a, b),
+            "offset": (a * b + 3,),
+            "transposed": (a, b),
+            "sliced": (a, b + 2),
+            "permuted": (a, b % 9 + 9, c % 7 + 1),
+        }
         drawn.append((how, shapes.get(how, (0, a) if how == "empty" else ())))
     return drawn
 
@@ -108,7 +120,9 @@ def build(drawn: Sequence[Recipe], width: int, seed: int, device: torch.device |
     """Make the tensors that recipes describe, with the same bits and strides on any device."""
     tensors = []
     for number, (how, shape) in enumerate(drawn):
-        memory = random_bits(int(np.prod(shape)), width, seed + number, device).view(FLOATS[width]).view(shape)
+        memory = (
+            random_bits(int(np.prod(shape)), width, seed + number, device).view(FLOATS[width]).view(shape)
+        )
         views = {
             "offset": lambda m: m[3:],
             "transposed": lambda m: m.t(),
@@ -122,7 +136,9 @@ def build(drawn: Sequence[Recipe], width: int, seed: int, device: torch.device |
 def flats(seed: int, width: int) -> tuple[FlatTensors, FlatTensors]:
     """Return the same flat array on the CPU and on the device."""
     drawn = recipes(seed)
-    return FlatTensors(build(drawn, width, seed, "cpu"), width), FlatTensors(build(drawn, width, seed, DEVICE), width)
+    return FlatTensors(build(drawn, width, seed, "cpu"), width), FlatTensors(
+        build(drawn, width, seed, DEVICE), width
+    )
 
 
 def content(tensors: Sequence[Tensor], width: int) -> Tensor:

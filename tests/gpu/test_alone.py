@@ -1,4 +1,6 @@
-"""One rank that is source and receiver, in an NCCL group: into=, syncs in the background, streams, modes of torch, the wire itself."""
+"""One rank that is source and receiver, in an NCCL group: into=, syncs in the background, streams, modes of
+torch, the wire itself.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,19 @@ def ranks():
 
 
 def network(width: int = 512) -> nn.Module:
-    """Return a small network on the device; its largest weight spans several segments at the width of the tests."""
+    """Return a small network on the device; its largest weight spans several segments at the width of the
+    tests.
+    """
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width)).to(
-        DEVICE, torch.bfloat16
-    )
+    return nn.Sequential(
+        nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width)
+    ).to(DEVICE, torch.bfloat16)
 
 
 def blank(module: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(tensor, requires_grad=False) for name, tensor in module.state_dict().items()}
+    return {
+        name: torch.zeros_like(tensor, requires_grad=False) for name, tensor in module.state_dict().items()
+    }
 
 
 def wrong(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
@@ -59,8 +65,12 @@ def churn() -> None:
             torch.empty(1 << power, dtype=torch.uint8, device=DEVICE).fill_(0xA5)
 
 
-def train_and_sync(rank: int, world: int, collective: str, codec: str, background: bool, side: bool) -> list[Any]:  # noqa: PLR0917
-    """Train and sync; with `background` the optimizer steps at once after the call, on a stream of the caller's own with `side`."""
+def train_and_sync(  # noqa: PLR0917
+    rank: int, world: int, collective: str, codec: str, background: bool, side: bool
+) -> list[Any]:
+    """Train and sync; with `background` the optimizer steps at once after the call, on a stream of the
+    caller's own with `side`.
+    """
     begin()
     group = dist.new_group([0], backend=BACKEND)
     trained = network(1100 if ON_GPU else 128)
@@ -123,7 +133,8 @@ def test_a_sync_in_the_background_does_not_wait_for_what_is_queued_after_it(rank
     assert ranks.run(not_held_up) == [(False, True)]
 
 
-# Modes of torch ----------------------------------------------------------------------------------------------------------
+# Modes of torch
+# ----------------------------------------------------------------------------------------------------------
 
 
 def with_mode(rank: int, world: int, mode: str, collective: str) -> list[str]:
@@ -142,7 +153,9 @@ def with_mode(rank: int, world: int, mode: str, collective: str) -> list[str]:
     try:
         with modes[mode]() or nullcontext():
             for step in range(3):
-                report = getattr(dte_dist, collective)(trained, group, into=into, mode="full" if step == 2 else "delta")
+                report = getattr(dte_dist, collective)(
+                    trained, group, into=into, mode="full" if step == 2 else "delta"
+                )
                 faults += wrong(dict(trained.state_dict()), rollout)
                 faults += [] if report.version == step + 1 else [str(report)]
                 for weight in trained.parameters():
@@ -184,7 +197,9 @@ def test_a_detector_gets_tensors_of_the_device(ranks) -> None:
 
 
 def moves_away(rank: int, world: int) -> tuple[str, list[str]]:
-    """The module is moved to the CPU and back between syncs; what is synced from the wrong place is refused."""
+    """The module is moved to the CPU and back between syncs; what is synced from the wrong place is
+    refused.
+    """
     begin()
     group = dist.new_group([0], backend=BACKEND)
     trained = network(256)
@@ -256,7 +271,8 @@ def test_tensors_on_the_cpu_and_the_gpu_are_one_copy(ranks, sizes: tuple[int, in
     assert "written to by others" in reason
 
 
-# The wire ----------------------------------------------------------------------------------------------------------------
+# The wire ---------------------------------------------------------------------------------------------------
+# -------------
 
 
 def over_the_wire(rank: int, world: int) -> dict[str, bool]:
@@ -275,7 +291,8 @@ def over_the_wire(rank: int, world: int) -> dict[str, bool]:
         "device": wire.device.type == DEVICE.type,
         "swap": not ON_GPU or all(torch.equal(a, b) for a, b in zip(sent, received, strict=True)),
         "broadcast": torch.equal(sent[1], random_bits(1 << 20, 1, 1 << 20, wire.device)),
-        "rows": wire.device.type != "cpu" or wire.all_gather_rows(torch.arange(3).numpy()).tolist() == [[0, 1, 2]],
+        "rows": wire.device.type != "cpu"
+        or wire.all_gather_rows(torch.arange(3).numpy()).tolist() == [[0, 1, 2]],
     }
     wire.close()
     try:

@@ -1,13 +1,17 @@
 """What a sync of 1 GiB costs on a GPU: its memory is asserted, its time is printed.
 
-Expected beyond the model, for buckets of 16 MiB, 1 % changed and gloo, which stages through the CPU (invariant 7 of the design: a
-source holds snapshot, encoded delta and two buckets; a receiver the staged delta and two buckets):
+Expected beyond the model, for buckets of 16 MiB, 1 % changed and gloo, which stages through the CPU
+(invariant 7 of the design: a source holds snapshot, encoded delta and two buckets; a receiver the staged
+delta and two buckets):
 
-* source, seed: the snapshot, the frame of one bucket, and for its checksum a few arrays of the size of that frame: 6 buckets in all.
-* source, delta: the snapshot; room for the changes of a wave and of a range, which stays (10 * 2^20 times 8 bytes); what was there
-  before, 6 bytes a change; the encoded delta; and what finding in a range of 2^23 elements and encoding takes: 64 MiB are far more than
-  the bool for each element and the arrays of 8 bytes for each change that exist at once.
-* receiver, seed: buckets and frames are in memory of the CPU; on the GPU about 16 arrays of 8 bytes for each of 2^20 elements.
+* source, seed: the snapshot, the frame of one bucket, and for its checksum a few arrays of the size of that
+  frame: 6 buckets in all.
+* source, delta: the snapshot; room for the changes of a wave and of a range, which stays (10 * 2^20 times 8
+  bytes); what was there before, 6 bytes a change; the encoded delta; and what finding in a range of 2^23
+  elements and encoding takes: 64 MiB are far more than the bool for each element and the arrays of 8 bytes
+  for each change that exist at once.
+* receiver, seed: buckets and frames are in memory of the CPU; on the GPU about 16 arrays of 8 bytes for each
+  of 2^20 elements.
 * receiver, delta: the positions and bits of one segment at a time.
 * nothing is kept from one sync to the next but the snapshot.
 """
@@ -83,7 +87,13 @@ def grow(rank: int, world: int, collective: str) -> dict[str, Any]:
         figures[f"after {step}"] = allocated() - base
         if rank == 0:
             change(tensors)
-    return {**figures, "report": str(report), "phases": report.phases, "wire": report.wire_bytes, "changed": report.changed}
+    return {
+        **figures,
+        "report": str(report),
+        "phases": report.phases,
+        "wire": report.wire_bytes,
+        "changed": report.changed,
+    }
 
 
 @pytest.mark.timeout(110)
@@ -94,13 +104,18 @@ def test_memory(ranks, capsys, collective: str) -> None:
         print(f"\n{collective}, {MODEL // MIB} MiB on one GPU: {source['report']}")
         for name, figures in (("source", source), ("receiver", receiver)):
             spent = ", ".join(f"{phase} {1e3 * took:.1f}" for phase, took in figures["phases"].items())
-            held = ", ".join(f"{key} +{figures[key] / MIB:.1f}" for key in ("seed", "delta", "after 1", "after 6"))
+            held = ", ".join(
+                f"{key} +{figures[key] / MIB:.1f}" for key in ("seed", "delta", "after 1", "after 6")
+            )
             print(f"  {name}: MiB {held}; ms {spent}")
     assert 0.009 < source["changed"] / (MODEL // 2) < 0.011
     if not ON_GPU:
         return
     assert source["seed"] <= MODEL + 6 * BUCKET
-    assert source["delta"] <= MODEL + 80 * MIB + 6 * source["changed"] + 1.25 * source["wire"] + 2 * BUCKET + 64 * MIB
+    assert (
+        source["delta"]
+        <= MODEL + 80 * MIB + 6 * source["changed"] + 1.25 * source["wire"] + 2 * BUCKET + 64 * MIB
+    )
     assert receiver["seed"] <= 2 * BUCKET + 16 * 8 * MIB
     assert receiver["delta"] <= 2 * BUCKET + 64 * MIB
     for figures in (source, receiver):
@@ -125,19 +140,26 @@ def test_time_of_the_kernels(capsys) -> None:
     live = torch.zeros(count, dtype=torch.int16, device=DEVICE)
     known, (at, into) = (
         live.clone(),
-        (kernels.on(DEVICE), kernels.remaps_on(DEVICE)) if ON_GPU else (module("torch_ops"), module("torch_remap")),
+        (kernels.on(DEVICE), kernels.remaps_on(DEVICE))
+        if ON_GPU
+        else (module("torch_ops"), module("torch_remap")),
     )
     known[torch.randint(count, (count // 100,), device=DEVICE)] = 1
     taken = known.clone()
     copied = seconds(lambda: taken.copy_(known))
-    lines = [f"copy of {MODEL // MIB} MiB: {1e3 * copied:.2f} ms, {2 * MODEL / copied / 1e9:.0f} GB/s read and written"]
+    lines = [
+        f"copy of {MODEL // MIB} MiB: {1e3 * copied:.2f} ms, "
+        f"{2 * MODEL / copied / 1e9:.0f} GB/s read and written"
+    ]
     flat = FlatTensors([live], 2)
     for bits in (20, 24, 28):
         size = min(1 << bits, count)
         positions = torch.empty(size, dtype=torch.int32, device=DEVICE)
         old, new = torch.empty(2, size, dtype=torch.int16, device=DEVICE).unbind()
 
-        def detect(size: int = size, positions: Tensor = positions, old: Tensor = old, new: Tensor = new) -> None:
+        def detect(
+            size: int = size, positions: Tensor = positions, old: Tensor = old, new: Tensor = new
+        ) -> None:
             taken.copy_(known)
             for first in range(0, count - size + 1, size):
                 at.advance(flat, first, first + size, taken[first : first + size], positions, old, new)
@@ -159,7 +181,8 @@ def test_time_of_the_kernels(capsys) -> None:
         "place of a segment": lambda: into.place(index_map, 0, known[:segment], flat),
     }
     lines += [
-        f"{name}: {1e6 * took:.0f} us, {1e9 * took / changed:.1f} ns a change" for name, took in ((n, seconds(c)) for n, c in calls.items())
+        f"{name}: {1e6 * took:.0f} us, {1e9 * took / changed:.1f} ns a change"
+        for name, took in ((n, seconds(c)) for n, c in calls.items())
     ]
     with capsys.disabled():
         print(f"\n{len(positions)} changes in a segment; " + "; ".join(lines), end="")

@@ -1,4 +1,6 @@
-"""Frames and payloads made and read on the device: the same bytes as on the CPU, and the same verdict about damaged ones."""
+"""Frames and payloads made and read on the device: the same bytes as on the CPU, and the same verdict about
+damaged ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.gpu.device import DEVICE, build, content, random_bits, recipes, same_
 
 pytestmark = tier
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
-codecs = pytest.mark.parametrize("codec", ["fast", "small", "u16+ulp8", "ef+planes", "bitmap+ulp", "i32+planes", "dense+planes"])
+codecs = pytest.mark.parametrize(
+    "codec", ["fast", "small", "u16+ulp8", "ef+planes", "bitmap+ulp", "i32+planes", "dense+planes"]
+)
 densities = pytest.mark.parametrize("density", [0.00005, 0.01, 0.3, 1.0])
 LENGTH = 150_000
 
@@ -59,7 +63,16 @@ def verdict(frame: Tensor, width: int) -> str | list[Segment]:
 
 def same_segments(ours: list[Segment], theirs: list[Segment]) -> bool:
     def flat(segments: list[Segment]) -> list[tuple[object, ...]]:
-        return [(s.first, s.length, None if s.positions is None else s.positions.tolist(), s.values.tolist(), s.relative) for s in segments]
+        return [
+            (
+                s.first,
+                s.length,
+                None if s.positions is None else s.positions.tolist(),
+                s.values.tolist(),
+                s.relative,
+            )
+            for s in segments
+        ]
 
     return flat(ours) == flat(theirs)
 
@@ -88,11 +101,20 @@ def test_deltas_that_count_on_the_one_before(width: int, codec: str) -> None:
         at, frames, segments = replace(head(width), base=version - 1, version=version), {}, []
         middle = int(rng.integers(1, 2 * LENGTH))
         for device, history in writers.items():
-            writer, relative = FrameWriter(at, torch.device(device), selector, history), selector.relative(width)
+            writer, relative = (
+                FrameWriter(at, torch.device(device), selector, history),
+                selector.relative(width),
+            )
             for first, end in ((0, middle), (middle, 2 * LENGTH)):
                 positions = torch.from_numpy(np.flatnonzero(flags[first:end]).astype(np.int32)).to(device)
                 values = random_bits(len(positions), width, version, device)
-                writer.add(1000 + first, end - first, positions, torch_codecs.widen(values) if relative else values, relative=relative)
+                writer.add(
+                    1000 + first,
+                    end - first,
+                    positions,
+                    torch_codecs.widen(values) if relative else values,
+                    relative=relative,
+                )
             frames[device] = writer.finish()
             used |= writer.codecs.keys()
             history.commit(version, at.lineage)
@@ -122,12 +144,18 @@ def test_any_flip_is_noticed_on_the_device(density: float) -> None:
 @widths
 @pytest.mark.parametrize("density", [0.0001, 0.01, 0.3])
 @codecs
-def test_hostile_frames_with_a_right_checksum_get_the_same_verdict(width: int, density: float, codec: str) -> None:
-    """Table and streams of any content must not hurt the device: an assertion there would end every later call of the process."""
+def test_hostile_frames_with_a_right_checksum_get_the_same_verdict(
+    width: int, density: float, codec: str
+) -> None:
+    """Table and streams of any content must not hurt the device: an assertion there would end every later
+    call of the process.
+    """
     frame, refused = write(width, density, "cpu", codec), 0
     for seed in range(40):
         rng, hostile = np.random.default_rng(seed), frame.clone()
-        near = HEAD.itemsize + (3 * ENTRY.itemsize if seed % 2 else 1000 if seed % 4 else len(frame) - HEAD.itemsize)
+        near = HEAD.itemsize + (
+            3 * ENTRY.itemsize if seed % 2 else 1000 if seed % 4 else len(frame) - HEAD.itemsize
+        )
         places = torch.from_numpy(rng.integers(HEAD.itemsize, min(near, len(frame)), 1 + seed % 4))
         hostile[places] = torch.from_numpy(rng.integers(0, 256, len(places), np.uint8))
         hostile.view(torch.int64)[CHECKSUM_WORD] = cpu.checksum(hostile, CHECKSUM_WORD)
@@ -142,7 +170,8 @@ def test_hostile_frames_with_a_right_checksum_get_the_same_verdict(width: int, d
     assert refused > 5
 
 
-# Snapshots ---------------------------------------------------------------------------------------------------------------
+# Snapshots --------------------------------------------------------------------------------------------------
+# -------------
 
 
 @widths
@@ -159,12 +188,21 @@ def test_a_snapshot_finds_the_same_changes(width: int, seed: int) -> None:
         assert torch.equal(known.bits[width].cpu(), content(tensors, width))
         for number, tensor in enumerate(tensors):
             bits = tensor.view(BITS[width])
-            bits.copy_(torch.where(random_bits(tensor.numel(), 1, number, device).view(tensor.shape) < 9, ~bits, bits))
-        before, changes = known.bits[width].clone(), list[tuple[int, int, list[int] | None, list[int], list[int]]]()
+            bits.copy_(
+                torch.where(
+                    random_bits(tensor.numel(), 1, number, device).view(tensor.shape) < 9, ~bits, bits
+                )
+            )
+        before, changes = (
+            known.bits[width].clone(),
+            list[tuple[int, int, list[int] | None, list[int], list[int]]](),
+        )
         for wave in known.diff_and_update(live, width, [(0, total)]):
             for change in wave:
                 positions = None if change.positions is None else change.positions.tolist()
-                changes.append((change.first, change.length, positions, change.old.tolist(), change.new.tolist()))
+                changes.append(
+                    (change.first, change.length, positions, change.old.tolist(), change.new.tolist())
+                )
         assert torch.equal(known.bits[width].cpu(), content(tensors, width))
         known.roll_back()
         assert torch.equal(known.bits[width], before) and not known.inconsistent
@@ -175,31 +213,48 @@ def test_a_snapshot_finds_the_same_changes(width: int, seed: int) -> None:
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_masters_are_cast_on_the_device_before_they_are_compared(wire: torch.dtype) -> None:
-    masters = [torch.randn(1000, 33, device=DEVICE), torch.randn(70, device=DEVICE), torch.randn((), device=DEVICE)]
+    masters = [
+        torch.randn(1000, 33, device=DEVICE),
+        torch.randn(70, device=DEVICE),
+        torch.randn((), device=DEVICE),
+    ]
     expected = torch.cat([master.reshape(-1) for master in masters]).to(wire)
     width = wire.itemsize
     live = LiveSpace(FlatTensors(masters, width), [wire] * 3)
     known = Snapshot({width: 33071}, DEVICE, 5000)
-    known.refresh({width: live}, [(width, first, min(5000, 33071 - first)) for first in range(0, 33071, 5000)])
+    known.refresh(
+        {width: live}, [(width, first, min(5000, 33071 - first)) for first in range(0, 33071, 5000)]
+    )
     assert torch.equal(known.bits[width], expected.view(BITS[width]))
     masters[0][7, 3] *= 1 + 2**-20
     masters[1][5] += 64
     masters[2].neg_()
-    changes = [change for wave in known.diff_and_update(live, width, [(0, 33000), (33000, 71)]) for change in wave]
-    assert [(change.first, change.positions.tolist()) for change in changes if change.positions is not None] == [(33000, [5, 70])]
+    changes = [
+        change for wave in known.diff_and_update(live, width, [(0, 33000), (33000, 71)]) for change in wave
+    ]
+    assert [
+        (change.first, change.positions.tolist()) for change in changes if change.positions is not None
+    ] == [(33000, [5, 70])]
 
 
-# Payloads ----------------------------------------------------------------------------------------------------------------
+# Payloads ---------------------------------------------------------------------------------------------------
+# -------------
 
 
 @pytest.mark.parametrize(
-    ("sender", "receiver"), [(DEVICE, DEVICE), (DEVICE, "cpu"), ("cpu", DEVICE)], ids=["device", "to the CPU", "from the CPU"]
+    ("sender", "receiver"),
+    [(DEVICE, DEVICE), (DEVICE, "cpu"), ("cpu", DEVICE)],
+    ids=["device", "to the CPU", "from the CPU"],
 )
 def test_the_engine_over_loopback(sender: torch.device | str, receiver: torch.device | str) -> None:
     drawn, engine = recipes(3, most=12), dte_dist.DeltaEngine(transport=dte_dist.LoopbackTransport())
     for width in BITS:
-        trained = {f"{width}.{number}": tensor for number, tensor in enumerate(build(drawn, width, 1, sender))}
-        copy = {f"{width}.{number}": tensor for number, tensor in enumerate(build(drawn, width, 50, receiver))}
+        trained = {
+            f"{width}.{number}": tensor for number, tensor in enumerate(build(drawn, width, 1, sender))
+        }
+        copy = {
+            f"{width}.{number}": tensor for number, tensor in enumerate(build(drawn, width, 50, receiver))
+        }
         engine = dte_dist.DeltaEngine(transport=dte_dist.LoopbackTransport())
         for version in range(1, 5):
             engine.push(trained, version=version)
@@ -208,13 +263,22 @@ def test_the_engine_over_loopback(sender: torch.device | str, receiver: torch.de
             for number, tensor in enumerate(trained.values()):
                 bits = tensor.view(BITS[width])
                 bits.copy_(
-                    torch.where(random_bits(tensor.numel(), 1, number + version, sender).view(tensor.shape) < 20 * version, ~bits, bits)
+                    torch.where(
+                        random_bits(tensor.numel(), 1, number + version, sender).view(tensor.shape)
+                        < 20 * version,
+                        ~bits,
+                        bits,
+                    )
                 )
 
 
 @pytest.mark.parametrize("counter", [torch.int32, torch.int64])
 def test_remap_delta_indices(counter: torch.dtype) -> None:
-    blocks = [Block.rectangle((2, 0), (50, 40)), Block.rectangle((30, 1), (40, 33)), Block.rectangle((40, 0), (5, 40))]
+    blocks = [
+        Block.rectangle((2, 0), (50, 40)),
+        Block.rectangle((30, 1), (40, 33)),
+        Block.rectangle((40, 0), (5, 40)),
+    ]
     indices = torch.arange(0, 2000, 7, dtype=counter)
     for other in blocks:
         expected = dte_dist.remap_delta_indices(indices, blocks[0], other)

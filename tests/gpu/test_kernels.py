@@ -1,4 +1,6 @@
-"""Every kernel on the device against that on the CPU: random geometry, all widths, hostile input; and how often the host waits."""
+"""Every kernel on the device against that on the CPU: random geometry, all widths, hostile input; and how
+often the host waits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,19 @@ from dte_dist.kernels import cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops
 from dte_dist.kernels.planes import ef_size
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.tensors.flat import BITS, FlatTensors
-from tests.gpu.device import DEVICE, FLOATS, PAIRS, content, flats, module, only_gpu, random_bits, settle, tier, waits
+from tests.gpu.device import (
+    DEVICE,
+    FLOATS,
+    PAIRS,
+    content,
+    flats,
+    module,
+    only_gpu,
+    random_bits,
+    settle,
+    tier,
+    waits,
+)
 from tests.unit.geometry import pairs_of_spaces, whole_space
 
 pytestmark = tier
@@ -43,7 +57,8 @@ def versions(flat: FlatTensors) -> list[int]:
     return [tensor._version for tensor in flat.tensors]
 
 
-# Flat arrays -------------------------------------------------------------------------------------------------------------
+# Flat arrays ------------------------------------------------------------------------------------------------
+# -------------
 
 
 @widths
@@ -68,7 +83,9 @@ def test_read_and_write(width: int, seed: int) -> None:
 def test_advance(width: int, seed: int) -> None:
     here, there = flats(seed, width)
     for density in (0.0, 0.01, 0.4, 1.0):
-        noise = torch.from_numpy((np.random.default_rng(seed).random(len(here)) < density).astype(np.int64)).to(BITS[width])
+        noise = torch.from_numpy(
+            (np.random.default_rng(seed).random(len(here)) < density).astype(np.int64)
+        ).to(BITS[width])
         known = content(here.tensors, width) ^ noise
         for begin, end in ranges(len(here), seed):
             expected, found = [
@@ -79,16 +96,27 @@ def test_advance(width: int, seed: int) -> None:
             count = cpu.advance(here, begin, end, expected[0][begin:end], *expected[1:])
             assert torch_ops.advance(there, begin, end, found[0][begin:end], *found[1:]) == count
             assert torch.equal(found[0].cpu(), expected[0])
-            for which in (1, 2, 3) if count < end - begin else (2, 3):  # positions are undefined where everything differs
+            for which in (
+                (1, 2, 3) if count < end - begin else (2, 3)
+            ):  # positions are undefined where everything differs
                 assert torch.equal(found[which][:count].cpu(), expected[which][:count])
-            assert torch.equal(expected[0], torch.cat([known[:begin], content(here.tensors, width)[begin:end], known[end:]]))
+            assert torch.equal(
+                expected[0], torch.cat([known[:begin], content(here.tensors, width)[begin:end], known[end:]])
+            )
 
 
 def test_advance_looks_at_bits() -> None:
-    """NaNs that stay are no change; a zero that only changes its sign is one, and so is a NaN that changes its payload."""
-    live = torch.tensor([0x7FC0, 0x7F81, -1, -0x8000, 0x7FC1], dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+    """NaNs that stay are no change; a zero that only changes its sign is one, and so is a NaN that changes
+    its payload.
+    """
+    live = torch.tensor([0x7FC0, 0x7F81, -1, -0x8000, 0x7FC1], dtype=torch.int16, device=DEVICE).view(
+        torch.bfloat16
+    )
     known = torch.tensor([0x7FC0, 0x7F81, -1, 0, 0x7FC0], dtype=torch.int16, device=DEVICE)
-    positions, (old, new) = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.zeros(2, 5, dtype=torch.int16, device=DEVICE).unbind()
+    positions, (old, new) = (
+        torch.zeros(5, dtype=torch.int32, device=DEVICE),
+        torch.zeros(2, 5, dtype=torch.int16, device=DEVICE).unbind(),
+    )
     assert torch_ops.advance(FlatTensors([live], 2), 0, 5, known, positions, old, new) == 2
     assert positions[:2].tolist() == [3, 4]
     assert (old[:2].tolist(), new[:2].tolist()) == ([0, 0x7FC0], [-0x8000, 0x7FC1])
@@ -120,7 +148,9 @@ def test_scatter(width: int, seed: int, counter: torch.dtype) -> None:
 def test_scatter_outside_is_refused_before_anything_is_written(position: int) -> None:
     array = torch.zeros(10, dtype=torch.int16, device=DEVICE)
     flat = FlatTensors([array[:4], array[4:8]], 2)
-    positions = torch.tensor([3, position] if position > 3 else [position, 3], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor(
+        [3, position] if position > 3 else [position, 3], dtype=torch.int32, device=DEVICE
+    )
     with pytest.raises(IndexError):
         torch_ops.scatter(flat, positions, torch.ones(2, dtype=torch.int16, device=DEVICE))
     assert not array.any()
@@ -146,7 +176,8 @@ def test_inference_tensors_and_parameters(inside: bool) -> None:
         loss.backward()
 
 
-# Arrays of positions -----------------------------------------------------------------------------------------------------
+# Arrays of positions
+# -----------------------------------------------------------------------------------------------------
 
 
 @widths
@@ -165,7 +196,9 @@ def test_put_and_gather(width: int, counter: torch.dtype, count: int) -> None:
 @counters
 def test_sorted_below(counter: torch.dtype) -> None:
     rng = np.random.default_rng(0)
-    drawn = [rng.integers(-2, 40, rng.integers(0, 6)) for _ in range(150)] + [np.sort(rng.permutation(60)[:9]) for _ in range(50)]
+    drawn = [rng.integers(-2, 40, rng.integers(0, 6)) for _ in range(150)] + [
+        np.sort(rng.permutation(60)[:9]) for _ in range(50)
+    ]
     answers = []
     for values in drawn:
         for length in (0, 1, 20, 40, 1 << 40):
@@ -178,7 +211,9 @@ def test_sorted_below(counter: torch.dtype) -> None:
 @pytest.mark.parametrize("length", [1, 65535, 65536, 65537, 200_000, 1 << 20])
 @pytest.mark.parametrize("density", [0.0, 0.0001, 0.01, 0.5, 1.0])
 def test_u16(length: int, density: float) -> None:
-    positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32))
+    positions = torch.from_numpy(
+        np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32)
+    )
     lineage = cpu.encode_u16(positions, length)
     assert torch.equal(torch_ops.encode_u16(positions.to(DEVICE), length).cpu(), lineage)
     for seed in range(8):
@@ -217,16 +252,18 @@ def test_checksum(words: int) -> None:
             assert int(torch_ops.checksum(there[frame], skip)) == cpu.checksum(memory[frame].clone(), skip)
 
 
-# Codecs ------------------------------------------------------------------------------------------------------------------
+# Codecs -----------------------------------------------------------------------------------------------------
+# -------------
 
 
 def distances_of(count: int, width: int, kind: str) -> Tensor:
     """Return distances as training makes them, or any, or the extremes."""
     rng, top = np.random.default_rng(count), 1 << (8 * width - 1)
     drawn = {
-        "steps": rng.geometric(0.6, count) * rng.choice([-1, 1], count), "any": rng.integers(-top, top, count),
+        "steps": rng.geometric(0.6, count) * rng.choice([-1, 1], count),
+        "any": rng.integers(-top, top, count),
         "far": rng.choice(np.array([-top, top - 1, 127, 128, -128, 1, -1, 256, 257, -300], np.int64), count),
-    }[kind]  # fmt: skip
+    }[kind]
     return torch.from_numpy(((drawn + top) % (2 * top) - top).astype("i4"))
 
 
@@ -234,9 +271,14 @@ def distances_of(count: int, width: int, kind: str) -> Tensor:
 @seeds
 def test_distances_in_a_flat_array(width: int, seed: int) -> None:
     here, there = flats(seed, width)
-    positions = torch.from_numpy(np.random.default_rng(seed).permutation(len(here))[: len(here) // 2]).to(torch.int64)
+    positions = torch.from_numpy(np.random.default_rng(seed).permutation(len(here))[: len(here) // 2]).to(
+        torch.int64
+    )
     far = random_bits(len(positions), width, seed)
-    assert torch.equal(torch_codecs.moved(there, positions.to(DEVICE), far.to(DEVICE)).cpu(), cpu_codecs.moved(here, positions, far))
+    assert torch.equal(
+        torch_codecs.moved(there, positions.to(DEVICE), far.to(DEVICE)).cpu(),
+        cpu_codecs.moved(here, positions, far),
+    )
     cpu_codecs.scatter_add(here, positions, far)
     torch_codecs.scatter_add(there, positions.to(DEVICE), far.to(DEVICE))
     assert torch.equal(content(there.tensors, width), content(here.tensors, width))
@@ -250,7 +292,9 @@ def test_distances_in_a_flat_array(width: int, seed: int) -> None:
 @pytest.mark.parametrize("length", [1, 64, 65537, 1 << 18])
 @pytest.mark.parametrize("density", [0.0001, 0.01, 0.5, 1.0])
 def test_positions_as_bits_and_as_elias_fano(length: int, density: float) -> None:
-    positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32))
+    positions = torch.from_numpy(
+        np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32)
+    )
     count, there = len(positions), positions.to(DEVICE)
     for low in {0, 1, 7, 8, 9, cpu_codecs.best_low(count, length)[0]} if count else ():
         lineage = cpu_codecs.encode_ef(positions, length, low)
@@ -287,14 +331,18 @@ def agree(decode, lineage: Tensor) -> None:
         if seed:
             rng = np.random.default_rng(seed)
             hostile[torch.from_numpy(rng.integers(0, len(lineage), seed))] ^= int(rng.integers(1, 256))
-        (expected, sound), (found, agreed) = decode(cpu_codecs, hostile), decode(torch_codecs, hostile.to(DEVICE))
+        (expected, sound), (found, agreed) = (
+            decode(cpu_codecs, hostile),
+            decode(torch_codecs, hostile.to(DEVICE)),
+        )
         assert bool(agreed) == sound
         assert sound or seed
         assert not sound or torch.equal(found.cpu(), expected)
     settle()
 
 
-# Translation -------------------------------------------------------------------------------------------------------------
+# Translation ------------------------------------------------------------------------------------------------
+# -------------
 
 
 def target(space, width: int, device: torch.device | str, strided: bool) -> FlatTensors:
@@ -303,7 +351,9 @@ def target(space, width: int, device: torch.device | str, strided: bool) -> Flat
     for index, piece in enumerate(space.pieces):
         tensor = random_bits(piece.block.numel, width, index, device).view(piece.block.shape)
         if strided and index % 2 == 0:
-            tensor = tensor.mT.contiguous().mT if tensor.dim() > 1 else torch.stack([tensor, tensor], -1)[..., 0]
+            tensor = (
+                tensor.mT.contiguous().mT if tensor.dim() > 1 else torch.stack([tensor, tensor], -1)[..., 0]
+            )
         tensors.append(tensor.view(FLOATS[width]))
     return FlatTensors(tensors, width, space.starts)
 
@@ -318,7 +368,10 @@ def test_translate_place_and_fetch(data) -> None:
     for width in BITS:
         bits, dense = random_bits(len(positions), width, 5), random_bits(source.numel - begin, width, 6)
         here, there = target(receiver, width, "cpu", strided), target(receiver, width, DEVICE, strided)
-        array, fetched = content(here.tensors, width), [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)]
+        array, fetched = (
+            content(here.tensors, width),
+            [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)],
+        )
         for index_map in build_index_maps(source, receiver):
             expected = cpu_remap.translate(index_map, begin, positions, bits)
             found = torch_remap.translate(index_map, begin, positions.to(DEVICE), bits.to(DEVICE))
@@ -335,7 +388,9 @@ def test_translate_place_and_fetch(data) -> None:
             ways = (positions, None), (cpu.encode_u16(positions, length), length)
             for relative, (at, packed) in product([False, True], ways):
                 cpu_codecs.patch(index_map, begin, at, bits, here, relative=relative, length=packed)
-                torch_codecs.patch(index_map, begin, at.to(DEVICE), bits.to(DEVICE), there, relative=relative, length=packed)
+                torch_codecs.patch(
+                    index_map, begin, at.to(DEVICE), bits.to(DEVICE), there, relative=relative, length=packed
+                )
                 assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(content(there.tensors, width), content(here.tensors, width))
         assert torch.equal(fetched[1].cpu(), fetched[0])
@@ -359,12 +414,17 @@ def test_positions_far_beyond_32_bits() -> None:
             assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-# Waits -------------------------------------------------------------------------------------------------------------------
+# Waits ------------------------------------------------------------------------------------------------------
+# -------------
 
 
 def arrays(strided: bool) -> tuple[FlatTensors, Tensor, Tensor, Tensor]:
     """Return a flat array of three tensors on the device, known bits, sorted positions and bits."""
-    tensors = [torch.zeros(300, 7, device=DEVICE), torch.zeros(100, device=DEVICE), torch.zeros(33, 31, device=DEVICE)]
+    tensors = [
+        torch.zeros(300, 7, device=DEVICE),
+        torch.zeros(100, device=DEVICE),
+        torch.zeros(33, 31, device=DEVICE),
+    ]
     flat = FlatTensors([tensor.t() for tensor in tensors] if strided else tensors, 4)
     known = torch.ones(len(flat), dtype=torch.int32, device=DEVICE)
     positions = torch.arange(0, len(flat), 3, dtype=torch.int32, device=DEVICE)
@@ -386,12 +446,20 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
     (index_map,) = build_index_maps(space, space)
     out, frame = torch.empty_like(known), torch.zeros(8000, dtype=torch.uint8, device=DEVICE)
     lineage = torch_ops.encode_u16(positions, len(flat))
-    far = torch.tensor([1, -1, 300, -2], dtype=torch.int32, device=DEVICE).repeat(len(positions) // 4 + 1)[: len(positions)]
+    far = torch.tensor([1, -1, 300, -2], dtype=torch.int32, device=DEVICE).repeat(len(positions) // 4 + 1)[
+        : len(positions)
+    ]
     classes = torch_codecs.measure(far)
-    plan, low = cpu_codecs.choose_planes(cpu_codecs.measure(far.cpu()), 4), cpu_codecs.best_low(len(positions), len(flat))[0]
+    plan, low = (
+        cpu_codecs.choose_planes(cpu_codecs.measure(far.cpu()), 4),
+        cpu_codecs.best_low(len(positions), len(flat))[0],
+    )
     escapes = torch_codecs.count_ulp8(far)
     planes, ulps = torch_codecs.encode_planes(classes, 4, plan), torch_codecs.encode_ulp8(far, 4, escapes)
-    ef, bitmap = torch_codecs.encode_ef(positions, len(flat), low), torch_codecs.encode_bitmap(positions, len(flat))
+    ef, bitmap = (
+        torch_codecs.encode_ef(positions, len(flat), low),
+        torch_codecs.encode_bitmap(positions, len(flat)),
+    )
     count, wide = len(positions), positions.to(torch.int64)
     torch_remap.translate(index_map, 0, positions, bits)  # copies the tables to the device, once
     backwards = positions.flip(0)
@@ -401,11 +469,19 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "put": (0, lambda: torch_ops.put(out, positions, bits)),
         "gather": (0, lambda: torch_ops.gather(out, positions)),
         "encode_u16": (0, lambda: torch_ops.encode_u16(positions, len(flat))),
-        "decode_u16": (0, lambda: torch_ops.decode_u16(lineage, len(positions), len(flat), torch.empty_like(positions))),
+        "decode_u16": (
+            0,
+            lambda: torch_ops.decode_u16(lineage, len(positions), len(flat), torch.empty_like(positions)),
+        ),
         "check_u16": (0, lambda: torch_ops.check_u16(lineage, len(positions), len(flat))),
         "sorted_below": (0, lambda: torch_ops.sorted_below(positions, len(flat))),
         "checksum": (0, lambda: torch_ops.checksum(frame, 1)),
-        "advance": (1, lambda: torch_ops.advance(flat, 0, len(flat), known, torch.empty_like(out), out, torch.empty_like(out))),
+        "advance": (
+            1,
+            lambda: torch_ops.advance(
+                flat, 0, len(flat), known, torch.empty_like(out), out, torch.empty_like(out)
+            ),
+        ),
         "scatter": (1, lambda: torch_ops.scatter(flat, positions, bits)),
         "scatter, not sorted": (2, lambda: torch_ops.scatter(flat, backwards, bits)),
         "translate": (1, lambda: torch_remap.translate(index_map, 0, positions, bits)),
@@ -427,7 +503,10 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "collect": (2, lambda: torch_codecs.collect(index_map, 0, out, flat)),
         "patch": (2, lambda: torch_codecs.patch(index_map, 0, positions, bits, flat, relative=False)),
         "patch, relative": (3, lambda: torch_codecs.patch(index_map, 0, positions, far, flat, relative=True)),
-        "patch, packed": (2, lambda: torch_codecs.patch(index_map, 0, lineage, bits, flat, relative=False, length=len(flat))),
+        "patch, packed": (
+            2,
+            lambda: torch_codecs.patch(index_map, 0, lineage, bits, flat, relative=False, length=len(flat)),
+        ),
     }
     for _, call in calls.values():
         call()

@@ -1,6 +1,8 @@
-"""Several ranks on one GPU, over gloo: the package stages through the CPU. Real layouts, one side on the GPU or both, all dtypes.
+"""Several ranks on one GPU, over gloo: the package stages through the CPU. Real layouts, one side on the GPU
+or both, all dtypes.
 
-NCCL refuses several ranks on one GPU, and so does nothing here run on it; `test_alone` has what one rank can do.
+NCCL refuses several ranks on one GPU, and so does nothing here run on it; `test_alone` has what one rank can
+do.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ WORLD, TIMEOUT = 4, 60.0
 CPU = torch.device("cpu")
 collectives = pytest.mark.parametrize("collective", ["delta_broadcast", "delta_p2p"])
 places = pytest.mark.parametrize(
-    ("sources", "receivers"), [(DEVICE, DEVICE), (DEVICE, CPU), (CPU, DEVICE)], ids=["device to device", "device to cpu", "cpu to device"]
+    ("sources", "receivers"),
+    [(DEVICE, DEVICE), (DEVICE, CPU), (CPU, DEVICE)],
+    ids=["device to device", "device to cpu", "cpu to device"],
 )
 
 
@@ -37,7 +41,8 @@ def ranks():
         yield ranks
 
 
-# Random layouts ----------------------------------------------------------------------------------------------------------
+# Random layouts
+# ----------------------------------------------------------------------------------------------------------
 
 
 def held_tensor(full: Tensor, held: Held, members: list[int], rank: int, device: torch.device) -> Tensor:
@@ -46,7 +51,9 @@ def held_tensor(full: Tensor, held: Held, members: list[int], rank: int, device:
     if held.mesh is None:
         return part
     mesh = DeviceMesh(device.type, torch.tensor(members).view(held.mesh), _init_backend=False, _rank=rank)
-    return DTensor.from_local(part, mesh, held.placements(), run_check=False, shape=full.shape, stride=full.stride())
+    return DTensor.from_local(
+        part, mesh, held.placements(), run_check=False, shape=full.shape, stride=full.stride()
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -59,41 +66,74 @@ def expected_of(case: Case, name: str, device: torch.device) -> Tensor:
     return full.reshape(-1).to(case.wire.get(name, full.dtype)).reshape(full.shape).cpu()
 
 
-def run_case(case: Case, rank: int, group: dist.ProcessGroup, collective: str, devices: tuple[torch.device, torch.device]) -> list[str]:
+def run_case(
+    case: Case,
+    rank: int,
+    group: dist.ProcessGroup,
+    collective: str,
+    devices: tuple[torch.device, torch.device],
+) -> list[str]:
     """Seed and sync twice; return what is wrong."""
     source = copy = None
     if rank in case.sources:
         source = {
-            n: held_tensor(t, case.at_source[n], case.sources, rank, devices[0]) for n, t in case.tensors.items() if n not in case.ties
+            n: held_tensor(t, case.at_source[n], case.sources, rank, devices[0])
+            for n, t in case.tensors.items()
+            if n not in case.ties
         }
         source |= {second: source[first] for second, first in case.ties.items()}
     if rank in case.receivers:
         blanks = {n: torch.zeros_like(case.expected(n)) for n in case.tensors}
-        copy = {n: held_tensor(t, case.at_receiver[n], case.receivers, rank, devices[1]) for n, t in blanks.items()}
+        copy = {
+            n: held_tensor(t, case.at_receiver[n], case.receivers, rank, devices[1])
+            for n, t in blanks.items()
+        }
     rng, faults = torch.Generator().manual_seed(7), []
     mine, into = (None if each is None else Layout.from_tensors(each) for each in (source, copy))
     for step in range(3):
         report = getattr(dte_dist, collective)(
-            into if mine is None else mine, group, group_src=case.group_src, into=None if mine is None else into,
-            wire_dtype=case.wire or None, bucket_bytes=case.bucket_bytes, timeout=TIMEOUT, codec=case.codec,
-        )  # fmt: skip
-        faults += [] if report.version == step + 1 and (report.kind == "full") == (step == 0) else [f"{case.seed} step {step}: {report}"]
+            into if mine is None else mine,
+            group,
+            group_src=case.group_src,
+            into=None if mine is None else into,
+            wire_dtype=case.wire or None,
+            bucket_bytes=case.bucket_bytes,
+            timeout=TIMEOUT,
+            codec=case.codec,
+        )
+        faults += (
+            []
+            if report.version == step + 1 and (report.kind == "full") == (step == 0)
+            else [f"{case.seed} step {step}: {report}"]
+        )
         for name, tensor in (copy or {}).items():
-            part = case.at_receiver[name].part(expected_of(case, name, devices[0]), case.receivers.index(rank))
+            part = case.at_receiver[name].part(
+                expected_of(case, name, devices[0]), case.receivers.index(rank)
+            )
             if not same_bits(local(tensor), part.reshape(local(tensor).shape)):
-                faults.append(f"{case.seed} step {step}: {name} on rank {rank}, {tensor.dtype}{list(tensor.shape)}")
+                faults.append(
+                    f"{case.seed} step {step}: {name} on rank {rank}, {tensor.dtype}{list(tensor.shape)}"
+                )
         case.change(rng)
         for name, tensor in (source or {}).items():
-            local(tensor).copy_(case.at_source[name].part(case.tensors[name], case.sources.index(rank)).reshape(local(tensor).shape))
+            local(tensor).copy_(
+                case.at_source[name]
+                .part(case.tensors[name], case.sources.index(rank))
+                .reshape(local(tensor).shape)
+            )
     return faults
 
 
-def sweep(rank: int, world: int, seeds: list[str], collective: str, devices: tuple[torch.device, torch.device]) -> list[str]:
+def sweep(
+    rank: int, world: int, seeds: list[str], collective: str, devices: tuple[torch.device, torch.device]
+) -> list[str]:
     begin()
     faults = []
     for seed in seeds:
         case = make_case(seed, world, most=world // 2)
-        case.codec = random.Random(seed).choice(("fast", "small", "auto", "ef+planes", "u16+ulp8", "bitmap+ulp", "dense+planes"))
+        case.codec = random.Random(seed).choice(
+            ("fast", "small", "auto", "ef+planes", "u16+ulp8", "bitmap+ulp", "dense+planes")
+        )
         group = dist.new_group(case.group)
         case.group_src = [sorted(case.group).index(source) for source in case.sources]
         if rank in case.group:
@@ -105,12 +145,17 @@ def sweep(rank: int, world: int, seeds: list[str], collective: str, devices: tup
 
 @collectives
 @places
-def test_every_layout_reaches_every_other(ranks, collective: str, sources: torch.device, receivers: torch.device) -> None:
-    found = ranks.run(sweep, [f"gpu:{number}" for number in range(25)], collective, (sources, receivers), seconds=110)
+def test_every_layout_reaches_every_other(
+    ranks, collective: str, sources: torch.device, receivers: torch.device
+) -> None:
+    found = ranks.run(
+        sweep, [f"gpu:{number}" for number in range(25)], collective, (sources, receivers), seconds=110
+    )
     assert [fault for faults in found for fault in faults] == []
 
 
-# FSDP --------------------------------------------------------------------------------------------------------------------
+# FSDP -------------------------------------------------------------------------------------------------------
+# -------------
 
 
 def network() -> nn.Module:
@@ -141,8 +186,14 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, alone: bool) -
 
 
 def full(module: nn.Module, sources: int) -> dict[str, Tensor]:
-    """Return the full parameters that the first ranks hold shards of, on every rank, from the bits on the CPU."""
-    mine = {name: weight.detach().to_local().cpu() for name, weight in module.named_parameters()} if dist.get_rank() < sources else {}
+    """Return the full parameters that the first ranks hold shards of, on every rank, from the bits on the
+    CPU.
+    """
+    mine = (
+        {name: weight.detach().to_local().cpu() for name, weight in module.named_parameters()}
+        if dist.get_rank() < sources
+        else {}
+    )
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return {name: torch.cat([shards[name] for shards in gathered[:sources]]) for name in gathered[0]}
@@ -154,7 +205,8 @@ def columns(name: str, whole: Tensor, at: int, mesh: DeviceMesh) -> nn.Parameter
         return nn.Parameter(torch.zeros_like(whole, device=DEVICE), requires_grad=False)
     part = torch.zeros_like(whole.chunk(2, 1)[at], device=DEVICE)
     return nn.Parameter(
-        DTensor.from_local(part, mesh, [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride()), requires_grad=False
+        DTensor.from_local(part, mesh, [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride()),
+        requires_grad=False,
     )
 
 
@@ -163,7 +215,10 @@ def fsdp(rank: int, world: int, collective: str, background: bool) -> tuple[list
     begin()
     trained, sources = network(), [0, 1]
     shapes = {name: torch.empty(weight.shape) for name, weight in trained.named_parameters()}
-    mesh, other = DeviceMesh(DEVICE.type, sources), DeviceMesh(DEVICE.type, [2, 3], _init_backend=False, _rank=rank)
+    mesh, other = (
+        DeviceMesh(DEVICE.type, sources),
+        DeviceMesh(DEVICE.type, [2, 3], _init_backend=False, _rank=rank),
+    )
     said, faults = "", []
     if rank < 2:
         for layer in trained:
@@ -206,13 +261,18 @@ def hybrid(rank: int, world: int, collective: str) -> list[str]:
     """All four ranks train with HSDP and infer: each into whole weights of its own."""
     begin()
     trained, rollout = network(), network()
-    fully_shard(trained, mesh=DeviceMesh(DEVICE.type, torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(
+        trained,
+        mesh=DeviceMesh(DEVICE.type, torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard")),
+    )
     faults = []
     for step in range(3):
         getattr(dte_dist, collective)(trained, into=rollout, timeout=TIMEOUT)
         expected = full(trained, 2)
         faults += [
-            f"step {step}: {name} on rank {rank}" for name, weight in rollout.named_parameters() if not same_bits(weight, expected[name])
+            f"step {step}: {name} on rank {rank}"
+            for name, weight in rollout.named_parameters()
+            if not same_bits(weight, expected[name])
         ]
         for weight in trained.parameters():
             weight.detach().to_local().view(-1)[step::6] *= 0.75
@@ -225,12 +285,24 @@ def test_hsdp_into_whole_copies(ranks, collective: str) -> None:
     assert ranks.run(hybrid, collective) == [[]] * WORLD
 
 
-# Kinds of memory and dtypes ----------------------------------------------------------------------------------------------
+# Kinds of memory and dtypes
+# ----------------------------------------------------------------------------------------------
 
 DTYPES = (
-    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
-    torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
-)  # fmt: skip
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+)
 SHAPES = ((), (0,), (1,), (700,), (33, 65), (5, 7, 11))
 
 
@@ -243,10 +315,16 @@ def shaped(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def kinds_of_memory(rank: int, world: int, collective: str, kind: str, devices: tuple[torch.device, torch.device]) -> list[str]:
+def kinds_of_memory(
+    rank: int, world: int, collective: str, kind: str, devices: tuple[torch.device, torch.device]
+) -> list[str]:
     """One source, three receivers; every dtype and shape, the receivers' memory of one kind."""
     begin()
-    shapes = {f"{dtype}.{number}".replace("torch.", ""): (dtype, shape) for dtype in DTYPES for number, shape in enumerate(SHAPES)}
+    shapes = {
+        f"{dtype}.{number}".replace("torch.", ""): (dtype, shape)
+        for dtype in DTYPES
+        for number, shape in enumerate(SHAPES)
+    }
 
     def fill(step: int) -> dict[str, Tensor]:
         made = {}
@@ -267,7 +345,9 @@ def kinds_of_memory(rank: int, world: int, collective: str, kind: str, devices: 
         expected = fill(step)
         for name, tensor in source.items():
             tensor.copy_(expected[name])
-        report = getattr(dte_dist, collective)(layout, timeout=TIMEOUT, mode="full" if step == 3 else "delta", codec="small")
+        report = getattr(dte_dist, collective)(
+            layout, timeout=TIMEOUT, mode="full" if step == 3 else "delta", codec="small"
+        )
         faults += [] if report.kind == ("full" if step in (0, 3) else "delta") else [str(report)]
         for name, tensor in receiving.items() if rank else ():
             if not same_bits(tensor, expected[name]) or tensor.data_ptr() != before[name]:
@@ -279,24 +359,34 @@ def kinds_of_memory(rank: int, world: int, collective: str, kind: str, devices: 
 @collectives
 @places
 @pytest.mark.parametrize("kind", ["plain", "transposed", "sliced", "inference"])
-def test_kinds_of_memory(ranks, collective: str, kind: str, sources: torch.device, receivers: torch.device) -> None:
+def test_kinds_of_memory(
+    ranks, collective: str, kind: str, sources: torch.device, receivers: torch.device
+) -> None:
     assert ranks.run(kinds_of_memory, collective, kind, (sources, receivers)) == [[]] * WORLD
 
 
 def cast_on_the_wire(rank: int, world: int, wire: torch.dtype, collective: str) -> list[str]:
-    """Masters in fp32 on the source, `wire` at the receivers; changes below half a step of it send nothing."""
+    """Masters in fp32 on the source, `wire` at the receivers; changes below half a step of it send
+    nothing.
+    """
     begin()
-    masters = {f"w{number}": random_bits(3000 + number, 4, number, DEVICE).view(torch.float32) for number in range(3)}
+    masters = {
+        f"w{number}": random_bits(3000 + number, 4, number, DEVICE).view(torch.float32) for number in range(3)
+    }
     copies = {name: torch.zeros(tensor.shape, dtype=wire, device=DEVICE) for name, tensor in masters.items()}
     layout, faults = Layout.from_tensors(copies if rank else masters), []
     for step in range(3):
         report = getattr(dte_dist, collective)(layout, wire_dtype=wire, timeout=TIMEOUT)
         faults += [] if step != 2 or report.changed == 0 else [str(report)]
         for name, tensor in copies.items() if rank else ():
-            faults += [] if same_bits(tensor, masters[name].to(wire)) else [f"step {step}: {name} on rank {rank}"]
+            faults += (
+                [] if same_bits(tensor, masters[name].to(wire)) else [f"step {step}: {name} on rank {rank}"]
+            )
         for tensor in masters.values():
             tensor[step :: 9 + step].copy_(
-                tensor[step :: 9 + step] * 3 if step == 0 else tensor[step :: 9 + step].to(wire).to(torch.float32)
+                tensor[step :: 9 + step] * 3
+                if step == 0
+                else tensor[step :: 9 + step].to(wire).to(torch.float32)
             )
     dte_dist.close(layout)
     return faults
@@ -308,7 +398,8 @@ def test_masters_are_cast_on_the_device(ranks, wire: torch.dtype, collective: st
     assert ranks.run(cast_on_the_wire, wire, collective) == [[]] * WORLD
 
 
-# The engine over a process group -----------------------------------------------------------------------------------------
+# The engine over a process group
+# -----------------------------------------------------------------------------------------
 
 
 def engine(rank: int, world: int, devices: tuple[torch.device, torch.device]) -> list[str]:
@@ -316,14 +407,19 @@ def engine(rank: int, world: int, devices: tuple[torch.device, torch.device]) ->
     transport = dte_dist.ProcessGroupTransport(timeout=TIMEOUT)
     pushing, faults = dte_dist.DeltaEngine(transport), []
     truth = [random_bits(50_000, 2, 1), random_bits(700, 4, 2), random_bits(3, 8, 3)]
-    tensors = {f"w{number}": (bits if rank == 0 else torch.zeros_like(bits)).to(devices[min(rank, 1)]) for number, bits in enumerate(truth)}
+    tensors = {
+        f"w{number}": (bits if rank == 0 else torch.zeros_like(bits)).to(devices[min(rank, 1)])
+        for number, bits in enumerate(truth)
+    }
     for version in range(1, 5):
         if rank == 0:
             pushing.push(tensors, version=version)
         else:
             pushing.pull(tensors, version=version)
             faults += [
-                f"v{version}: w{number} on rank {rank}" for number, bits in enumerate(truth) if not same_bits(tensors[f"w{number}"], bits)
+                f"v{version}: w{number} on rank {rank}"
+                for number, bits in enumerate(truth)
+                if not same_bits(tensors[f"w{number}"], bits)
             ]
         for number, bits in enumerate(truth):
             bits[version :: 40 * version].bitwise_not_()

@@ -1,4 +1,6 @@
-"""`DeltaEngine` with tensors on the GPU, on either side or both: in one process, and between ranks over gloo; whole, and along a plan."""
+"""`DeltaEngine` with tensors on the GPU, on either side or both: in one process, and between ranks over gloo;
+whole, and along a plan.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = tier
 WORLD, VERSIONS, CPU = 4, 4, torch.device("cpu")
 SHAPES = {"w": (2, (48, 20)), "v": (4, (12, 4, 8)), "b": (1, (24,)), "s": (8, ()), "big": (2, (40, 30000))}
 places = pytest.mark.parametrize(
-    ("sources", "receivers"), [(DEVICE, DEVICE), (DEVICE, CPU), (CPU, DEVICE)], ids=["device to device", "device to cpu", "cpu to device"]
+    ("sources", "receivers"),
+    [(DEVICE, DEVICE), (DEVICE, CPU), (CPU, DEVICE)],
+    ids=["device to device", "device to cpu", "cpu to device"],
 )
 ratios = pytest.mark.parametrize("ratio", [0.0, 1.0], ids=["whole tensors", "positions"])
 
@@ -30,7 +34,9 @@ def ranks():
 
 
 class Side:
-    """What the ranks of one side hold: each its chunk along the first or the last dimension, of the truth that all know."""
+    """What the ranks of one side hold: each its chunk along the first or the last dimension, of the truth
+    that all know.
+    """
 
     def __init__(self, ranks: Sequence[int], dim: int, device: torch.device) -> None:
         self.regions: dict[int, dict[str, tuple[slice, ...]]] = {}
@@ -53,7 +59,8 @@ class Side:
     def layout(self, rank: int) -> Layout:
         regions = self.regions[rank]
         return Layout.from_views(
-            (name, t, SHAPES[name][1], [along.start for along in regions[name]]) for name, t in self.tensors[rank].items()
+            (name, t, SHAPES[name][1], [along.start for along in regions[name]])
+            for name, t in self.tensors[rank].items()
         )
 
     def take(self, rank: int, full: dict[str, Tensor]) -> None:
@@ -62,7 +69,9 @@ class Side:
 
 
 def truth(version: int) -> dict[str, Tensor]:
-    """Return all tensors as they are at a version: of each, a few more elements have other bits; at version 3 none."""
+    """Return all tensors as they are at a version: of each, a few more elements have other bits; at version 3
+    none.
+    """
     full = {}
     for number, (name, (width, shape)) in enumerate(SHAPES.items()):
         count = torch.Size(shape).numel()
@@ -73,11 +82,18 @@ def truth(version: int) -> dict[str, Tensor]:
     return full
 
 
-def run(transport: Transport, plan: Plan | None, sides: tuple[Side, Side], played: Sequence[int], ratio: float) -> list[str]:
+def run(
+    transport: Transport, plan: Plan | None, sides: tuple[Side, Side], played: Sequence[int], ratio: float
+) -> list[str]:
     """Push and pull all versions on the ranks that this process plays; return what is wrong."""
     sources, copies = sides
-    given = [{rank: side.layout(rank) if plan is not None else side.tensors[rank] for rank in side.tensors} for side in sides]
-    options: list[dict[str, Any]] = [{"plan": plan, "rank": rank} if plan is not None else {} for rank in range(WORLD)]
+    given = [
+        {rank: side.layout(rank) if plan is not None else side.tensors[rank] for rank in side.tensors}
+        for side in sides
+    ]
+    options: list[dict[str, Any]] = [
+        {"plan": plan, "rank": rank} if plan is not None else {} for rank in range(WORLD)
+    ]
     engines = {rank: DeltaEngine(transport, ratio=ratio, timeout=60, **options[rank]) for rank in played}
     faults = []
     for version in range(VERSIONS):
@@ -87,26 +103,39 @@ def run(transport: Transport, plan: Plan | None, sides: tuple[Side, Side], playe
         for rank in (rank for rank in played if rank in copies.tensors):
             engines[rank].pull(given[1][rank], version)
             expected = copies.parts(rank, truth(version))
-            faults += [f"v{version} rank {rank}: {name}" for name in expected if not same_bits(copies.tensors[rank][name], expected[name])]
+            faults += [
+                f"v{version} rank {rank}: {name}"
+                for name in expected
+                if not same_bits(copies.tensors[rank][name], expected[name])
+            ]
     settle()
     return faults
 
 
 def stage(shared: bool, devices: tuple[torch.device, torch.device]) -> tuple[tuple[Side, Side], Plan | None]:
-    sources, copies = (Side([0, 1], 0, devices[0]), Side([2, 3], -1, devices[1])) if shared else _whole(*devices)
+    sources, copies = (
+        (Side([0, 1], 0, devices[0]), Side([2, 3], -1, devices[1])) if shared else _whole(*devices)
+    )
     if not shared:
         return (sources, copies), None
-    return (sources, copies), Plan.between(*({rank: side.layout(rank) for rank in side.tensors} for side in (sources, copies)))
+    return (sources, copies), Plan.between(
+        *({rank: side.layout(rank) for rank in side.tensors} for side in (sources, copies))
+    )
 
 
 def _whole(source: torch.device, copy: torch.device) -> tuple[Side, Side]:
     copies = Side([1], 0, copy)
     copies.regions |= {rank: copies.regions[1] for rank in (2, 3)}
-    copies.tensors = {rank: {name: torch.zeros_like(tensor) for name, tensor in copies.tensors[1].items()} for rank in (1, 2, 3)}
+    copies.tensors = {
+        rank: {name: torch.zeros_like(tensor) for name, tensor in copies.tensors[1].items()}
+        for rank in (1, 2, 3)
+    }
     return Side([0], 0, source), copies
 
 
-def in_one_process(rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], ratio: float) -> list[str]:
+def in_one_process(
+    rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], ratio: float
+) -> list[str]:
     begin()
     if rank:
         return []
@@ -114,7 +143,9 @@ def in_one_process(rank: int, world: int, shared: bool, devices: tuple[torch.dev
     return run(LoopbackTransport(), plan, sides, range(WORLD), ratio)
 
 
-def between_ranks(rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], ratio: float) -> list[str]:
+def between_ranks(
+    rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], ratio: float
+) -> list[str]:
     begin()
     sides, plan = stage(shared, devices)
     transport = ProcessGroupTransport(dist.group.WORLD, plan=plan, timeout=60)
@@ -128,6 +159,8 @@ def between_ranks(rank: int, world: int, shared: bool, devices: tuple[torch.devi
 @ratios
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "along a plan"])
 @pytest.mark.parametrize("program", [in_one_process, between_ranks])
-def test_every_version_arrives_bit_for_bit(ranks, program: Any, shared: bool, sources: Any, receivers: Any, ratio: float) -> None:  # noqa: PLR0917
+def test_every_version_arrives_bit_for_bit(  # noqa: PLR0917
+    ranks, program: Any, shared: bool, sources: Any, receivers: Any, ratio: float
+) -> None:
     found = ranks.run(program, shared, (sources, receivers), ratio, seconds=110)
     assert [fault for faults in found for fault in faults] == []

@@ -1,4 +1,6 @@
-"""The streams of docs/protocol.md in plain numpy and Python ints, from the specification: what both modules of kernels must equal."""
+"""The streams of docs/protocol.md in plain numpy and Python ints, from the specification: what both modules
+of kernels must equal.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def flags_at(places: np.ndarray, count: int) -> np.ndarray:
 def low_bits(values: np.ndarray, low: int) -> bytes:
     """Whole bytes of all values first, then one plane for each bit that is left."""
     values = values.astype(np.uint64)
-    out = b"".join(padded((values >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint8).tobytes()) for byte in range(low // 8))
+    out = b"".join(
+        padded((values >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint8).tobytes())
+        for byte in range(low // 8)
+    )
     return out + b"".join(words(values >> np.uint64(bit) & np.uint64(1)) for bit in range(low // 8 * 8, low))
 
 
@@ -40,16 +45,22 @@ def ef(positions: np.ndarray, length: int, low: int) -> bytes:
 
 
 def order(bits: np.ndarray) -> np.ndarray:
-    """Where bit patterns are in the total order of IEEE 754: negative ones downwards, below all others. Python ints."""
+    """Where bit patterns are in the total order of IEEE 754: negative ones downwards, below all others.
+    Python ints.
+    """
     width = bits.dtype.itemsize
     signed = bits.view(ORDERS[width]).tolist()
-    return np.array([value if value >= 0 else -(value + (1 << (8 * width - 1))) - 1 for value in signed], object)
+    return np.array(
+        [value if value >= 0 else -(value + (1 << (8 * width - 1))) - 1 for value in signed], object
+    )
 
 
 def distances(new: np.ndarray, known: np.ndarray) -> np.ndarray:
     """Differences in that order, wrapped into the range of a signed integer of the width."""
     half = 1 << (8 * new.dtype.itemsize - 1)
-    return np.array([(a - b + half) % (2 * half) - half for a, b in zip(order(new), order(known), strict=True)], np.int64)
+    return np.array(
+        [(a - b + half) % (2 * half) - half for a, b in zip(order(new), order(known), strict=True)], np.int64
+    )
 
 
 def as_bytes(values: np.ndarray, width: int) -> bytes:
@@ -68,15 +79,23 @@ def planes(values: np.ndarray, width: int, shift: int, spread: int) -> tuple[byt
         bits += text[:0:-1]
     lineage = words(values < 0) + low_bits(magnitude, shift)
     lineage += words(high > 0) if spread < 0 else ef(far, len(values), spread)
-    return lineage + b"".join(words(np.array(list(text), int)) for text in (lengths, bits)), len(far), len(lengths)
+    return (
+        lineage + b"".join(words(np.array(list(text), int)) for text in (lengths, bits)),
+        len(far),
+        len(lengths),
+    )
 
 
 def ulp8(values: np.ndarray, width: int) -> bytes:
     escapes = np.abs(values) > 127
-    return padded(np.where(escapes, -128, values).astype(np.int8).tobytes()) + as_bytes(values[escapes], width)
+    return padded(np.where(escapes, -128, values).astype(np.int8).tobytes()) + as_bytes(
+        values[escapes], width
+    )
 
 
 def again(previous: np.ndarray, positions: np.ndarray, length: int, low: int) -> bytes:
-    """A bit for each previous position, then the positions that are new; `low` is of no meaning if there are none."""
+    """A bit for each previous position, then the positions that are new; `low` is of no meaning if there are
+    none.
+    """
     fresh = np.array(sorted(set(positions.tolist()) - set(previous.tolist())), np.int32)
     return words(np.isin(previous, positions)) + (ef(fresh, length, low) if len(fresh) else b"")

@@ -26,7 +26,9 @@ def runs(draw, size):
 
 @st.composite
 def mesh_blocks(draw, shape):
-    """Draw a mesh and cuts in any order; return the blocks of all its coordinates, which tile the tensor (with replicas)."""
+    """Draw a mesh and cuts in any order; return the blocks of all its coordinates, which tile the tensor
+    (with replicas).
+    """
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dims = draw(st.permutations(range(len(mesh)))) if shape else []
     dims = dims[: draw(st.integers(0, len(dims)))]
@@ -44,7 +46,9 @@ def blocks(draw, shape):
 
 @st.composite
 def spaces(draw, shapes, width, *, disjoint):
-    """Draw a flat space: of each slot no block, one, or several (disjoint on a source; on a receiver as they come)."""
+    """Draw a flat space: of each slot no block, one, or several (disjoint on a source; on a receiver as they
+    come).
+    """
     pieces, seen = [], set()
     for slot, shape in enumerate(shapes):
         for _ in range(draw(st.integers(0, 2))):
@@ -66,7 +70,11 @@ def pairs_of_spaces(draw, width=2):
 
 def elements(space, shapes):
     """Return (slot, flat position in the slot) of each position of a small flat space."""
-    return [(piece.slot, index) for piece in space.pieces for index in piece.block.global_indices(shapes[piece.slot]).tolist()]
+    return [
+        (piece.slot, index)
+        for piece in space.pieces
+        for index in piece.block.global_indices(shapes[piece.slot]).tolist()
+    ]
 
 
 def homes(source, receiver, shapes):
@@ -110,7 +118,9 @@ def local_index(block, shape, index):
 
 def whole_space(width, *shapes):
     """Return the flat space of a rank that holds slots 0, 1, ... entirely."""
-    return FlatSpace.of(width, Pieces.of(Piece(slot, slot, Block.whole(shape)) for slot, shape in enumerate(shapes)))
+    return FlatSpace.of(
+        width, Pieces.of(Piece(slot, slot, Block.whole(shape)) for slot, shape in enumerate(shapes))
+    )
 
 
 def numel(shapes):

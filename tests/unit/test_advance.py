@@ -1,4 +1,6 @@
-"""`advance` of both modules against plain numpy: what changed, what was there before, and that it is taken over and nothing else is."""
+"""`advance` of both modules against plain numpy: what changed, what was there before, and that it is taken
+over and nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.unit.test_kernels import FLOATS, both, random_bits, widths
 
 GUARD = 70  # elements around an array, more than a block of 64 bytes, that nobody may touch
 SIZES = [0, 1, 2, 3, 7, 8, 15, 31, 33, 63, 64, 65, 130, 513, 2047, 2048, 2049, 4200]
-"""Elements of a tensor: shorter than a block of 64 bytes or not, around the 2048 that the loops go through at once, and beyond."""
+"""Elements of a tensor: shorter than a block of 64 bytes or not, around the 2048 that the loops go through at
+once, and beyond.
+"""
 
 
 class Space(NamedTuple):
@@ -32,12 +36,17 @@ class Space(NamedTuple):
 def space_of(width: int, tensors: list[Tensor], wire: list[torch.dtype] | None = None) -> Space:
     flat = FlatTensors(tensors, width)
     dtypes = wire or [tensor.dtype for tensor in tensors]
-    cast = [tensor.contiguous().view(-1).to(dtype).view(BITS[width]) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    cast = [
+        tensor.contiguous().view(-1).to(dtype).view(BITS[width])
+        for tensor, dtype in zip(tensors, dtypes, strict=True)
+    ]
     return Space(flat.read_as(dtypes), torch.cat(cast).numpy())
 
 
 def make(size: int, dtype: torch.dtype, seed: int, strided: bool = False) -> Tensor:
-    """Return a tensor of any bits that is not aligned to a block; transposed, or every other element, if `strided`."""
+    """Return a tensor of any bits that is not aligned to a block; transposed, or every other element, if
+    `strided`.
+    """
     tensor = random_bits(2 * size + 1, dtype.itemsize, seed)[1 : size + 1].view(dtype)
     if strided and size % 3 == 0:
         return tensor.view(3, size // 3).t().contiguous().t()
@@ -51,7 +60,9 @@ def changed_from(live: np.ndarray, changed: np.ndarray, seed: int) -> np.ndarray
 
 
 def check(kernel: ModuleType, space: Space, before: np.ndarray, begin: int, end: int) -> None:
-    """Advance over a range and compare everything with the reference; `before` are the known bits of the whole space."""
+    """Advance over a range and compare everything with the reference; `before` are the known bits of the
+    whole space.
+    """
     length, dtype = end - begin, BITS[space.flat.width]
     arrays = [torch.full((length + 2 * GUARD,), 77, dtype=kind) for kind in (torch.int32, dtype, dtype)]
     positions, old, new = (array[GUARD : GUARD + length] for array in arrays)
@@ -64,14 +75,17 @@ def check(kernel: ModuleType, space: Space, before: np.ndarray, begin: int, end:
         assert np.array_equal(positions[:count].numpy(), expected)
     assert np.array_equal(old[:count].numpy(), before[begin:end][expected])
     assert np.array_equal(new[:count].numpy(), space.live[begin:end][expected])
-    assert np.array_equal(known.numpy(), np.concatenate([before[:begin], space.live[begin:end], before[end:]]))
+    assert np.array_equal(
+        known.numpy(), np.concatenate([before[:begin], space.live[begin:end], before[end:]])
+    )
     assert all((array[:GUARD] == 77).all() and (array[GUARD + length :] == 77).all() for array in arrays)
     for tensor, copy in zip(space.flat.tensors, untouched, strict=True):
         bits = BITS[tensor.element_size()]
         assert torch.equal(tensor.view(bits), copy.view(bits)) and tensor._version == 0
 
 
-# Where changes are -------------------------------------------------------------------------------------------------------
+# Where changes are
+# -------------------------------------------------------------------------------------------------------
 
 
 def runs(total: int, rng: np.random.Generator) -> np.ndarray:
@@ -81,14 +95,21 @@ def runs(total: int, rng: np.random.Generator) -> np.ndarray:
 
 
 PATTERNS = {
-    "nothing": lambda n, rng: np.zeros(n, bool), "everything": lambda n, rng: np.ones(n, bool),
-    "tiny": lambda n, rng: rng.random(n) < 2 / (n + 1), "some": lambda n, rng: rng.random(n) < 0.1,
-    "0.3": lambda n, rng: rng.random(n) < 0.3, "most": lambda n, rng: rng.random(n) < 0.97,
-    "runs": runs, "runs and some": lambda n, rng: runs(n, rng) | (rng.random(n) < 0.02),
-    "all but the first": lambda n, rng: np.arange(n) > 0, "all but the last": lambda n, rng: np.arange(n) < n - 1,
-    "all but one": lambda n, rng: np.arange(n) != rng.integers(n + 1), "one": lambda n, rng: np.arange(n) == rng.integers(n + 1),
-    "up to one": lambda n, rng: np.arange(n) < rng.integers(n + 1), "from one on": lambda n, rng: np.arange(n) >= rng.integers(n + 1),
-}  # fmt: skip
+    "nothing": lambda n, rng: np.zeros(n, bool),
+    "everything": lambda n, rng: np.ones(n, bool),
+    "tiny": lambda n, rng: rng.random(n) < 2 / (n + 1),
+    "some": lambda n, rng: rng.random(n) < 0.1,
+    "0.3": lambda n, rng: rng.random(n) < 0.3,
+    "most": lambda n, rng: rng.random(n) < 0.97,
+    "runs": runs,
+    "runs and some": lambda n, rng: runs(n, rng) | (rng.random(n) < 0.02),
+    "all but the first": lambda n, rng: np.arange(n) > 0,
+    "all but the last": lambda n, rng: np.arange(n) < n - 1,
+    "all but one": lambda n, rng: np.arange(n) != rng.integers(n + 1),
+    "one": lambda n, rng: np.arange(n) == rng.integers(n + 1),
+    "up to one": lambda n, rng: np.arange(n) < rng.integers(n + 1),
+    "from one on": lambda n, rng: np.arange(n) >= rng.integers(n + 1),
+}
 
 
 @st.composite
@@ -123,7 +144,9 @@ def test_any_changes_of_any_tensors(kernel: ModuleType, width: int, data: st.Dat
 @widths
 @pytest.mark.parametrize("pattern", list(PATTERNS))
 def test_every_pattern_in_one_tensor_and_in_many(kernel: ModuleType, width: int, pattern: str) -> None:
-    """The same in one long tensor, in tensors shorter than a block, and in runs that end where a tensor does."""
+    """The same in one long tensor, in tensors shorter than a block, and in runs that end where a tensor
+    does.
+    """
     rng = np.random.default_rng(1)
     for sizes in ([10_007], [3] * 100, [2048, 1, 2048, 63, 4096, 64 // width, 5]):
         space = space_of(width, [make(size, FLOATS[width], number) for number, size in enumerate(sizes)])
@@ -134,8 +157,12 @@ def test_every_pattern_in_one_tensor_and_in_many(kernel: ModuleType, width: int,
 @widths
 @pytest.mark.parametrize("others", ["changed", "as they were"])
 def test_one_element_that_is_not_like_all_others(width: int, others: str) -> None:
-    """At every place: in the first block and the last, at the borders of tensors and blocks, and in what follows the last whole block."""
-    space = space_of(width, [make(size, FLOATS[width], number) for number, size in enumerate([70, 1, 129, 5, 40])])
+    """At every place: in the first block and the last, at the borders of tensors and blocks, and in what
+    follows the last whole block.
+    """
+    space = space_of(
+        width, [make(size, FLOATS[width], number) for number, size in enumerate([70, 1, 129, 5, 40])]
+    )
     total = len(space.live)
     for place in range(total):
         changed = np.full(total, others == "changed")
@@ -147,8 +174,12 @@ def test_one_element_that_is_not_like_all_others(width: int, others: str) -> Non
 @both
 @widths
 def test_whole_tensors_change_and_others_do_not(kernel: ModuleType, width: int) -> None:
-    """Every choice of five tensors that change throughout: runs of all changed begin and end at the borders of tensors."""
-    space = space_of(width, [make(size, FLOATS[width], number) for number, size in enumerate([64, 3, 2049, 1, 160])])
+    """Every choice of five tensors that change throughout: runs of all changed begin and end at the borders
+    of tensors.
+    """
+    space = space_of(
+        width, [make(size, FLOATS[width], number) for number, size in enumerate([64, 3, 2049, 1, 160])]
+    )
     border = space.flat.starts
     for choice in product([False, True], repeat=5):
         changed = np.repeat(choice, np.diff(border))
@@ -158,12 +189,19 @@ def test_whole_tensors_change_and_others_do_not(kernel: ModuleType, width: int) 
 @both
 @pytest.mark.parametrize("pattern", list(PATTERNS))
 def test_masters_of_four_bytes_are_compared_as_bf16(kernel: ModuleType, pattern: str) -> None:
-    """Rounded window by window, beside bf16 and strided tensors; NaNs, infinities and subnormals among them."""
+    """Rounded window by window, beside bf16 and strided tensors; NaNs, infinities and subnormals among
+    them.
+    """
     rng = np.random.default_rng(4)
     tensors = [
-        make(5000, torch.float32, 1), make(2048, torch.float32, 2), make(300, torch.bfloat16, 3), make(2049, torch.float32, 4, True),
-        make(1, torch.float32, 5), make(77, torch.bfloat16, 6, True), make(4097, torch.float32, 7),
-    ]  # fmt: skip
+        make(5000, torch.float32, 1),
+        make(2048, torch.float32, 2),
+        make(300, torch.bfloat16, 3),
+        make(2049, torch.float32, 4, True),
+        make(1, torch.float32, 5),
+        make(77, torch.bfloat16, 6, True),
+        make(4097, torch.float32, 7),
+    ]
     space = space_of(2, tensors, [torch.bfloat16] * len(tensors))
     total = len(space.live)
     for begin, end in ((0, total), (1, total), (4999, total - 5), (6000, 6001)):
@@ -174,7 +212,9 @@ def test_masters_of_four_bytes_are_compared_as_bf16(kernel: ModuleType, pattern:
 
 @both
 def test_a_second_time_nothing_has_changed(kernel: ModuleType) -> None:
-    space = space_of(2, [make(3000, torch.float32, 1), make(500, torch.bfloat16, 2, True)], [torch.bfloat16] * 2)
+    space = space_of(
+        2, [make(3000, torch.float32, 1), make(500, torch.bfloat16, 2, True)], [torch.bfloat16] * 2
+    )
     known, positions = torch.from_numpy(~space.live), torch.empty(3500, dtype=torch.int32)
     old, new = torch.empty(2, 3500, dtype=torch.int16).unbind()
     assert kernel.advance(space.flat, 0, 3500, known, positions, old, new) == 3500

@@ -41,12 +41,16 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on, codecs = KERNELS[kind]
     monkeypatch.setattr(kernels, "on", lambda device: on)
-    monkeypatch.setattr(kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else codecs)
+    monkeypatch.setattr(
+        kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else codecs
+    )
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """Positions of two deltas in one segment, and its length: nothing, some or all of the first comes again in the second."""
+    """Positions of two deltas in one segment, and its length: nothing, some or all of the first comes again
+    in the second.
+    """
     previous, length = draw(segments())
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     again = previous[rng.random(len(previous)) < draw(st.sampled_from([0.0, 0.3, 0.84, 0.99, 1.0]))]
@@ -54,7 +58,8 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     return previous, np.union1d(again, fresh).astype(np.int32), length
 
 
-# Kernels -----------------------------------------------------------------------------------------------------------------
+# Kernels ----------------------------------------------------------------------------------------------------
+# -------------
 
 
 @both
@@ -81,7 +86,8 @@ def test_bits_beyond_the_previous_positions(kernel: ModuleType, size: int) -> No
         assert kernel.count_again(plane, size) == (1 if bit < size else -1)
 
 
-# Streams -----------------------------------------------------------------------------------------------------------------
+# Streams ----------------------------------------------------------------------------------------------------
+# -------------
 
 
 @settings(max_examples=80, deadline=None)
@@ -100,7 +106,9 @@ def test_positions_come_back(step: tuple[np.ndarray, np.ndarray, int]) -> None:
             assert codec.size(len(now), length) == len(lineage)
             decoded, sound = Again(known).decode(lineage, len(now), length, low)
             assert bool(sound) and torch.equal(decoded, now)
-            assert (codec.number, codec.name) == (AGAIN.number, AGAIN.name) == (5, "again") and INDEX_CODECS[5] is AGAIN
+            assert (codec.number, codec.name) == (AGAIN.number, AGAIN.name) == (5, "again") and INDEX_CODECS[
+                5
+            ] is AGAIN
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.84, 1.0])
@@ -127,7 +135,9 @@ def test_damaged_streams(step: tuple[np.ndarray, np.ndarray, int], data: st.Data
     if not len(known) or not len(now):
         return
     lineage, low = Again(known, now).encode(now, length)
-    for place, value in data.draw(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), max_size=4)):
+    for place, value in data.draw(
+        st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), max_size=4)
+    ):
         lineage[place % len(lineage)] = value
     lineage = lineage[: len(lineage) - data.draw(st.sampled_from([0, 0, 0, 1, 8]))]
     count = max(1, len(now) + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
@@ -145,7 +155,12 @@ def test_damaged_streams(step: tuple[np.ndarray, np.ndarray, int], data: st.Data
             found.append(decoded.tolist() if bool(sound) else None)
     assert found[0] == found[1]
     if found[0] is not None:
-        assert len(found[0]) == count and found[0][0] >= 0 and found[0][-1] < length and (np.diff(found[0]) > 0).all()
+        assert (
+            len(found[0]) == count
+            and found[0][0] >= 0
+            and found[0][-1] < length
+            and (np.diff(found[0]) > 0).all()
+        )
 
 
 @pytest.mark.parametrize("size", [1, 8, 24, 200])
@@ -158,7 +173,9 @@ def test_any_bytes(kind: str, size: int) -> None:
         data[8:] = np.packbits(rng.random(8 * len(data[8:])) < 0.02)
         count = int(np.unpackbits(data[:8]).sum()) + int(rng.integers(0, 3))
         try:
-            decoded, sound = Again(known).decode(torch.from_numpy(data), count, length, int(rng.integers(0, 3)))
+            decoded, sound = Again(known).decode(
+                torch.from_numpy(data), count, length, int(rng.integers(0, 3))
+            )
         except FrameError:
             continue
         if bool(sound):
@@ -172,9 +189,14 @@ def test_hostile_streams(kind: str) -> None:
     lineage, low = Again(known, now).encode(now, 20)
     assert Again(known).decode(lineage, 4, 20, low)[0].tolist() == [1, 4, 9, 11]
     wrong = {
-        "short": (lineage[:-8], 4, low), "long": (torch.cat([lineage, lineage]), 4, low), "empty": (lineage[:0], 4, low),
-        "no plane": (lineage[:7], 4, low), "more": (lineage, 60, low), "fewer than again": (lineage, 1, low), "low": (lineage, 4, 25),
-    }  # fmt: skip
+        "short": (lineage[:-8], 4, low),
+        "long": (torch.cat([lineage, lineage]), 4, low),
+        "empty": (lineage[:0], 4, low),
+        "no plane": (lineage[:7], 4, low),
+        "more": (lineage, 60, low),
+        "fewer than again": (lineage, 1, low),
+        "low": (lineage, 4, 25),
+    }
     for name, (stream_, count, low_) in wrong.items():
         with pytest.raises(FrameError):
             Again(known).decode(stream_, count, 20, low_)
@@ -185,7 +207,9 @@ def test_hostile_streams(kind: str) -> None:
         Again(known).decode(beyond, 4, 20, low)
     assert not bool(Again(known).decode(lineage, 4, 11, low)[1])  # 11 is beyond the segment
     twice = torch.cat([lineage[:8], EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[0]])
-    assert not bool(Again(known).decode(twice, 4, 20, EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[1])[1])
+    assert not bool(
+        Again(known).decode(twice, 4, 20, EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[1])[1]
+    )
     all_again = Again(known, known).encode(known, 20)
     assert len(all_again[0]) == 8 and all_again[1] == 0
     with pytest.raises(FrameError, match="low bits"):
@@ -199,13 +223,16 @@ def test_without_a_history_nothing_is_read() -> None:
         Again(torch.tensor([1], dtype=torch.int32)).encode(torch.tensor([1], dtype=torch.int32), 10)
 
 
-# Places ------------------------------------------------------------------------------------------------------------------
+# Places -----------------------------------------------------------------------------------------------------
+# -------------
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(1, 3000), st.data())
 def test_places_within_any_range(seed: int, total: int, data: st.DataObject) -> None:
-    """Whatever segments the positions came in; gaps between segments are those that were sent whole or did not change."""
+    """Whatever segments the positions came in; gaps between segments are those that were sent whole or did
+    not change.
+    """
     rng, origin = np.random.default_rng(seed), data.draw(st.sampled_from([0, 7, 1 << 40]))
     flags = rng.random(total) < data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
     borders = [0, *sorted(rng.integers(0, total, rng.integers(0, 8)).tolist()), total]
@@ -215,7 +242,9 @@ def test_places_within_any_range(seed: int, total: int, data: st.DataObject) -> 
             if rng.random() < 0.2:
                 flags[low:high] = False
                 continue
-            places.add(origin + low, high - low, torch.from_numpy(np.flatnonzero(flags[low:high]).astype(np.int32)))
+            places.add(
+                origin + low, high - low, torch.from_numpy(np.flatnonzero(flags[low:high]).astype(np.int32))
+            )
     for _ in range(6):
         first, end = sorted(rng.integers(0, total + 1, 2).tolist())
         expected = np.flatnonzero(flags[first:end]).tolist()
@@ -244,7 +273,16 @@ def test_a_view_does_not_keep_what_it_is_a_view_of() -> None:
 
 
 def head_at(version: int, **fields: int) -> FrameHead:
-    shape = {"schema": 1, "lineage": 9, "source": 0, "number": 0, "count": 1, "width": 2, "first": 0, "length": 1 << 20}
+    shape = {
+        "schema": 1,
+        "lineage": 9,
+        "source": 0,
+        "number": 0,
+        "count": 1,
+        "width": 2,
+        "first": 0,
+        "length": 1 << 20,
+    }
     return FrameHead(**{**shape, "base": version - 1, "version": version, **fields})
 
 
@@ -255,7 +293,14 @@ def test_a_history_speaks_of_one_version() -> None:
     assert history.before(head_at(3)) is None and history.nbytes == 4
     history.commit(2, 9)
     assert history.before(head_at(3)) is places
-    others = [head_at(4), head_at(2), head_at(3, lineage=8), head_at(3, schema=2), head_at(3, source=1), head_at(3, number=1)]
+    others = [
+        head_at(4),
+        head_at(2),
+        head_at(3, lineage=8),
+        head_at(3, schema=2),
+        head_at(3, source=1),
+        head_at(3, number=1),
+    ]
     assert all(history.before(other) is None for other in others)
     history.record(head_at(3), DeltaPositions())
     history.discard()
@@ -268,7 +313,8 @@ def test_a_history_speaks_of_one_version() -> None:
     assert history.before(head_at(5)) is None
 
 
-# The choice --------------------------------------------------------------------------------------------------------------
+# The choice -------------------------------------------------------------------------------------------------
+# -------------
 
 
 def positions_of(rng: np.random.Generator, length: int, share: float) -> Tensor:
@@ -288,27 +334,44 @@ def ones(count: int) -> Values:
 
 @pytest.mark.parametrize("codec", ["small", "again+planes"])
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1 << 30), lengths, st.sampled_from([0.001, 0.01, 0.1, 0.5]), st.sampled_from([0.0, 0.2, 0.5, 0.84, 1.0]))
-def test_again_is_taken_only_where_it_is_smaller(codec: str, seed: int, length: int, share: float, overlap: float) -> None:
+@given(
+    st.integers(0, 1 << 30),
+    lengths,
+    st.sampled_from([0.001, 0.01, 0.1, 0.5]),
+    st.sampled_from([0.0, 0.2, 0.5, 0.84, 1.0]),
+)
+def test_again_is_taken_only_where_it_is_smaller(
+    codec: str, seed: int, length: int, share: float, overlap: float
+) -> None:
     rng = np.random.default_rng(seed)
     previous = positions_of(rng, length, share)
     positions = after(rng, previous, length, overlap)
     if not len(previous) or not 0 < len(positions) < length:
         return
     again, selector = Again(previous, positions), CodecSelector(codec)
-    index, value, whole = selector.select(len(positions), length, ones(len(positions)), whole=False, again=again)
+    index, value, whole = selector.select(
+        len(positions), length, ones(len(positions)), whole=False, again=again
+    )
     without = selector.select(len(positions), length, ones(len(positions)), whole=False)
     sizes = again.size(len(positions), length), without[0].size(len(positions), length)
     assert not whole and value is without[1]
     most = 1 if codec == "again+planes" else 0.875
-    if len(previous) <= 2000 or not 0.9 * most < sizes[0] / sizes[1] < most:  # of many positions some are asked first
+    if (
+        len(previous) <= 2000 or not 0.9 * most < sizes[0] / sizes[1] < most
+    ):  # of many positions some are asked first
         assert index is (again if sizes[0] < most * sizes[1] else without[0])
     assert codec == "small" or without[0] is EF
 
 
 def test_who_asks_for_positions_to_be_kept() -> None:
-    assert CodecSelector("small").keeps and all(CodecSelector(f"again+{value.name}").keeps for value in VALUE_CODECS.values())
-    others = [FAST, CodecSelector("auto"), *(CodecSelector(f"{index.name}+planes") for index in INDEX_CODECS.values() if index is not AGAIN)]
+    assert CodecSelector("small").keeps and all(
+        CodecSelector(f"again+{value.name}").keeps for value in VALUE_CODECS.values()
+    )
+    others = [
+        FAST,
+        CodecSelector("auto"),
+        *(CodecSelector(f"{index.name}+planes") for index in INDEX_CODECS.values() if index is not AGAIN),
+    ]
     assert not any(selector.keeps for selector in others)
     assert [CodecSelector("auto", speed).keeps for speed in (1e6, 1e8, 1e10)] == [True, True, False]
 
@@ -320,7 +383,11 @@ def test_auto_weighs_the_pass_over_the_positions() -> None:
     names = []
     for speed in (1e6, 5e7, 1e9):
         again = Again(previous, positions)
-        names.append(CodecSelector("auto", speed).select(len(positions), 1 << 20, ones(len(positions)), whole=True, again=again)[0].name)
+        names.append(
+            CodecSelector("auto", speed)
+            .select(len(positions), 1 << 20, ones(len(positions)), whole=True, again=again)[0]
+            .name
+        )
     assert names[:2] == ["again", "again"] and names[2] != "again"
     again = Again(previous, positions)
     assert FAST.select(len(positions), 1 << 20, ones(len(positions)), whole=True, again=again)[0] is not again
@@ -329,10 +396,14 @@ def test_auto_weighs_the_pass_over_the_positions() -> None:
 def test_no_pass_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_codecs, "split_again", lambda *of: pytest.fail("a pass for nothing"))
     many, few = torch.arange(0, 1 << 16, 2, dtype=torch.int32), torch.tensor([5, 77], dtype=torch.int32)
-    assert CodecSelector("small").select(2, 1 << 16, ones(2), whole=True, again=Again(many, few))[0].name != "again"
+    assert (
+        CodecSelector("small").select(2, 1 << 16, ones(2), whole=True, again=Again(many, few))[0].name
+        != "again"
+    )
 
 
-# Frames ------------------------------------------------------------------------------------------------------------------
+# Frames -----------------------------------------------------------------------------------------------------
+# -------------
 
 
 class Ends:
@@ -342,13 +413,21 @@ class Ends:
         self.selector, self.length, self.width = CodecSelector(codec), length, width
         self.writer, self.reader, self.version = PreviousDelta(), PreviousDelta(), 1
 
-    def send(self, flags: np.ndarray, parts: list[tuple[int, int]], rng: np.random.Generator, commit: bool = True) -> tuple[Tensor, dict]:
+    def send(
+        self, flags: np.ndarray, parts: list[tuple[int, int]], rng: np.random.Generator, commit: bool = True
+    ) -> tuple[Tensor, dict]:
         """Write changes in these parts (first, length), read them, and return the frame and its codecs."""
         head = head_at(self.version + 1, length=self.length, width=self.width)
-        writer, relative, sent = FrameWriter(head, "cpu", self.selector, self.writer), self.selector.relative(self.width), []
+        writer, relative, sent = (
+            FrameWriter(head, "cpu", self.selector, self.writer),
+            self.selector.relative(self.width),
+            [],
+        )
         for first, length in parts:
             positions = torch.from_numpy(np.flatnonzero(flags[first : first + length]).astype(np.int32))
-            values = torch.from_numpy(rng.integers(1, 3, len(positions)).astype(np.int32 if relative else np.uint8))
+            values = torch.from_numpy(
+                rng.integers(1, 3, len(positions)).astype(np.int32 if relative else np.uint8)
+            )
             values = values if relative else values.to(BITS[self.width])
             sent += [(first, length, positions, values.clone())] if len(positions) else []
             writer.add(first, length, positions, values, relative=relative)
@@ -388,7 +467,9 @@ def test_frames_with_a_history(kind: str, codec: str, width: int) -> None:
         used |= codecs.keys()
         flags = (flags & (rng.random(length) < 0.84)) | (rng.random(length) < 0.003)
         flags[5000:6000] = step % 3 == 1
-    assert {"again+raw" if width == 8 or codec == "again+raw" else codec.replace("small", "again+planes")} <= used
+    assert {
+        "again+raw" if width == 8 or codec == "again+raw" else codec.replace("small", "again+planes")
+    } <= used
 
 
 def test_both_kinds_of_device_write_the_same_frames() -> None:
@@ -443,7 +524,13 @@ def test_a_reader_without_the_history_refuses(kind: str) -> None:
         with pytest.raises(FrameError, match="sync again"):
             head = head_at(3, length=5000)
             writer = FrameWriter(head, "cpu", ends.selector, ends.writer)
-            writer.add(0, 5000, torch.from_numpy(np.flatnonzero(flags).astype(np.int32)), ones(int(flags.sum())).values, relative=True)
+            writer.add(
+                0,
+                5000,
+                torch.from_numpy(np.flatnonzero(flags).astype(np.int32)),
+                ones(int(flags.sum())).values,
+                relative=True,
+            )
             read_frame(writer.finish(), head)
 
 
@@ -463,7 +550,18 @@ def test_no_number_of_a_table_is_believed(kind: str) -> None:
     table = frame[HEAD.itemsize : HEAD.itemsize + 2 * ENTRY.itemsize].view(ENTRY)
     for field, entry in product(ENTRY.names, range(2)):
         before = int(table[field][entry])
-        for value in {0, 1, 2, 3, 5, 255, before - 1, before + 1, before + 8, int(np.iinfo(table[field].dtype).max)} - {before}:
+        for value in {
+            0,
+            1,
+            2,
+            3,
+            5,
+            255,
+            before - 1,
+            before + 1,
+            before + 8,
+            int(np.iinfo(table[field].dtype).max),
+        } - {before}:
             if not 0 <= value <= np.iinfo(table[field].dtype).max:
                 continue
             table[field][entry] = value
@@ -476,7 +574,9 @@ def test_no_number_of_a_table_is_believed(kind: str) -> None:
             border = 0
             for segment in read:
                 assert border <= segment.first <= segment.first + segment.length <= 4000
-                assert segment.positions is None or bool(torch_ops.sorted_below(segment.positions, segment.length))
+                assert segment.positions is None or bool(
+                    torch_ops.sorted_below(segment.positions, segment.length)
+                )
                 border = segment.first + segment.length
         table[field][entry] = before
     assert len(read_frame(sealed(frame), head, ends.reader)) == 2

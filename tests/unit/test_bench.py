@@ -1,4 +1,6 @@
-"""The parts of launch/bench.py that need no ranks: presets, generator, entropy limit, hashes, rows, targets, the report."""
+"""The parts of launch/bench.py that need no ranks: presets, generator, entropy limit, hashes, rows, targets,
+the report.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,32 @@ def one_thread():
 def row(method: str, seconds: float, **changes: object) -> Row:
     """A row of the standard loopback scenario at 1 %."""
     first = Row(
-        scenario="loopback", kind="sync", preset="quick", links="loopback", method=method, codec="", updates="generator", density=1,
-        elements=1 << 27, changed=1_000_000, model_mib=256, tensors=64, sources=2, receivers=2, receivers_hold="full", times=(seconds,),
-        median_s=seconds, min_s=seconds, cpu_s=seconds, wire_bytes=1_400_000, bytes_per_change=1.4, limit_bytes_per_change=1.25,
-        date="2026-01-01 00:00 UTC", machine="a machine", load=0.1,
-    )  # fmt: skip
+        scenario="loopback",
+        kind="sync",
+        preset="quick",
+        links="loopback",
+        method=method,
+        codec="",
+        updates="generator",
+        density=1,
+        elements=1 << 27,
+        changed=1_000_000,
+        model_mib=256,
+        tensors=64,
+        sources=2,
+        receivers=2,
+        receivers_hold="full",
+        times=(seconds,),
+        median_s=seconds,
+        min_s=seconds,
+        cpu_s=seconds,
+        wire_bytes=1_400_000,
+        bytes_per_change=1.4,
+        limit_bytes_per_change=1.25,
+        date="2026-01-01 00:00 UTC",
+        machine="a machine",
+        load=0.1,
+    )
     return replace(first, **changes)  # type: ignore[arg-type]
 
 
@@ -80,9 +103,18 @@ def test_the_quick_preset_is_what_the_first_target_speaks_of():
 
 def test_lists_of_worlds_sizes_and_tensors_are_multiplied_out(tmp_path):
     path = tmp_path / "p.toml"
-    path.write_text('repeat = 2\n[[scenario]]\nname = "x"\nworld = ["1+1", "1+3"]\nmodel_mib = [1, 2]\ntensors = 3\n')
-    found = [(s.world, s.sources, s.receivers, s.model_mib, s.tensors, s.repeat) for s in read_preset(str(path))]
-    assert found == [("1+1", 1, 1, 1, 3, 2), ("1+1", 1, 1, 2, 3, 2), ("1+3", 1, 3, 1, 3, 2), ("1+3", 1, 3, 2, 3, 2)]
+    path.write_text(
+        'repeat = 2\n[[scenario]]\nname = "x"\nworld = ["1+1", "1+3"]\nmodel_mib = [1, 2]\ntensors = 3\n'
+    )
+    found = [
+        (s.world, s.sources, s.receivers, s.model_mib, s.tensors, s.repeat) for s in read_preset(str(path))
+    ]
+    assert found == [
+        ("1+1", 1, 1, 1, 3, 2),
+        ("1+1", 1, 1, 2, 3, 2),
+        ("1+3", 1, 3, 1, 3, 2),
+        ("1+3", 1, 3, 2, 3, 2),
+    ]
 
 
 @pytest.mark.parametrize("line", [None, "speed = 3", 'world = "2"', 'methods = ["a"]', "repeat = 0"])
@@ -98,7 +130,9 @@ def test_a_missing_preset_is_refused_by_name():
         read_preset("nonesuch")
 
 
-@pytest.mark.parametrize(("text", "bytes_per_second"), [("1gbit", 125e6), ("200mbit", 25e6), ("1.5Gbit", 187.5e6), ("8kbit", 1e3)])
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"), [("1gbit", 125e6), ("200mbit", 25e6), ("1.5Gbit", 187.5e6), ("8kbit", 1e3)]
+)
 def test_rates(text, bytes_per_second):
     assert Rate.parse(text).bytes_per_second == bytes_per_second
 
@@ -118,10 +152,14 @@ def test_parts_are_those_of_torch_chunk(length, parts):
     whole = torch.arange(length)
     chunks = list(whole.chunk(parts)) if length else []
     chunks += [whole[:0]] * (parts - len(chunks))
-    assert [whole[part_of(length, place, parts)].tolist() for place in range(parts)] == [each.tolist() for each in chunks]
+    assert [whole[part_of(length, place, parts)].tolist() for place in range(parts)] == [
+        each.tolist() for each in chunks
+    ]
 
 
-@pytest.mark.parametrize(("model_mib", "tensors"), [(256, 64), (64, 1), (1, 20), (128, 20_000), (2.5, 20_000)])
+@pytest.mark.parametrize(
+    ("model_mib", "tensors"), [(256, 64), (64, 1), (1, 20), (128, 20_000), (2.5, 20_000)]
+)
 def test_a_model_has_the_size_and_the_tensors_asked_for(model_mib, tensors):
     shapes = even_shapes(Scenario(name="x", model_mib=model_mib, tensors=tensors))
     assert len(shapes) == tensors
@@ -267,7 +305,12 @@ def test_rows_survive_the_file(tmp_path):
 
 def test_ratios_are_taken_under_the_same_conditions_only():
     delta = row("delta_broadcast", 0.1)
-    rows = [row("dense_broadcast", 9.0, density=10), row("dense_broadcast", 8.0, links="1gbit"), row("dense_broadcast", 1.0), delta]
+    rows = [
+        row("dense_broadcast", 9.0, density=10),
+        row("dense_broadcast", 8.0, links="1gbit"),
+        row("dense_broadcast", 1.0),
+        delta,
+    ]
     found = baseline(rows, delta, "dense_broadcast")
     assert found is not None and found.median_s == 1.0
     assert baseline(rows, delta, "published") is None
@@ -279,9 +322,14 @@ def _reached(rows: list[Row]) -> dict[str, bool]:
 
 def test_the_first_target_is_judged_by_the_faster_delta():
     rows = [
-        row("dense_broadcast", 1.5), row("dense_p2p", 0.6), row("published", 0.7), row("delta_broadcast", 0.1), row("delta_p2p", 0.2),
-        row("dense_broadcast", 1.5, density=10), row("delta_broadcast", 0.6, density=10),
-    ]  # fmt: skip
+        row("dense_broadcast", 1.5),
+        row("dense_p2p", 0.6),
+        row("published", 0.7),
+        row("delta_broadcast", 0.1),
+        row("delta_p2p", 0.2),
+        row("dense_broadcast", 1.5, density=10),
+        row("delta_broadcast", 0.6, density=10),
+    ]
     found = {what: reached for what, reached in _reached(rows).items() if what.startswith("1 ")}
     assert found == {
         "1 delta_broadcast at 1 %, times as fast as dense_broadcast": True,
@@ -292,9 +340,19 @@ def test_the_first_target_is_judged_by_the_faster_delta():
 
 
 def test_bytes_are_judged_by_the_small_codec_and_its_worst_density():
-    rows = [row("delta_broadcast", 1.0, codec="fast", bytes_per_change=4.0), row("delta_broadcast", 1.0, codec="small")]
-    assert _reached(rows) == {"3 bytes over the entropy limit, the worst density (1 %)": True, "3 bytes per change at 1 %": True}
-    rows.append(row("delta_broadcast", 1.0, codec="small", density=3, bytes_per_change=1.2, limit_bytes_per_change=1.0))
+    rows = [
+        row("delta_broadcast", 1.0, codec="fast", bytes_per_change=4.0),
+        row("delta_broadcast", 1.0, codec="small"),
+    ]
+    assert _reached(rows) == {
+        "3 bytes over the entropy limit, the worst density (1 %)": True,
+        "3 bytes per change at 1 %": True,
+    }
+    rows.append(
+        row(
+            "delta_broadcast", 1.0, codec="small", density=3, bytes_per_change=1.2, limit_bytes_per_change=1.0
+        )
+    )
     assert _reached(rows)["3 bytes over the entropy limit, the worst density (3 %)"] is False
 
 
@@ -308,8 +366,13 @@ def test_phases_are_judged_where_each_side_has_a_core_of_its_own():
 def test_relay_growth_and_opening_are_judged():
     relay = row("full_broadcast", 0.6, links="1gbit", wire_bytes=64 << 20, sources=1, receivers=3, density=0)
     assert _reached([relay]) == {"6 64 MiB to 3 receivers, over payload / bandwidth (4 ranks)": True}
-    assert _reached([replace(relay, median_s=0.7)]) == {"6 64 MiB to 3 receivers, over payload / bandwidth (4 ranks)": False}
-    one, three = (row("delta_p2p", s, preset="growth", sources=1, receivers=r, bytes_per_change=None) for s, r in ((0.1, 1), (0.12, 3)))
+    assert _reached([replace(relay, median_s=0.7)]) == {
+        "6 64 MiB to 3 receivers, over payload / bandwidth (4 ranks)": False
+    }
+    one, three = (
+        row("delta_p2p", s, preset="growth", sources=1, receivers=r, bytes_per_change=None)
+        for s, r in ((0.1, 1), (0.12, 3))
+    )
     assert _reached([one, three])["7 delta_p2p: seconds, 1+1 to 1+3"] is False
     opened = row("open", 2.9, kind="open", tensors=20_000, changed=0, bytes_per_change=None)
     assert list(_reached([opened, row("compile", 21.0, kind="compile", changed=0)]).values()) == [True, False]
@@ -325,11 +388,17 @@ def test_a_table_has_the_ratios_to_the_baselines():
 
 def test_the_report_is_written_from_the_rows_and_keeps_the_notes(tmp_path, monkeypatch, capsys):
     rows, out = tmp_path / "rows.json", tmp_path / "results.md"
-    write_rows(rows, [row("dense_broadcast", 1.5), row("delta_broadcast", 0.1), row("delta_broadcast", 0.2, density=3)])
+    write_rows(
+        rows,
+        [row("dense_broadcast", 1.5), row("delta_broadcast", 0.1), row("delta_broadcast", 0.2, density=3)],
+    )
     monkeypatch.setattr(sys, "argv", ["bench_report.py", str(rows), "--out", str(out)])
     assert bench_report.main() == 0
     text = out.read_text()
-    assert "| 1 | delta_broadcast at 1 %, times as fast as dense_broadcast | at least 14x | 15.0x | yes | quick, loopback |" in text
+    assert (
+        "| 1 | delta_broadcast at 1 %, times as fast as dense_broadcast | at least 14x | "
+        "15.0x | yes | quick, loopback |" in text
+    )
     assert "a machine. 2026-01-01 00:00 UTC. Load average" in text
     out.write_text(text.replace(bench_report.BEGIN, f"{bench_report.BEGIN}\nBound by memory."))
     assert bench_report.main() == 0

@@ -1,4 +1,6 @@
-"""Index and value codecs: exact sizes, everything comes back, nothing unsound is accepted. Their bytes: test_codec_kernels.py."""
+"""Index and value codecs: exact sizes, everything comes back, nothing unsound is accepted. Their bytes:
+test_codec_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from dte_dist.errors import FrameError
 from dte_dist.tensors.flat import BITS
 from tests.unit.test_codec_kernels import as_bits, segments, some_distances, wide
 
-SPARSE = [codec for codec in INDEX_CODECS.values() if codec not in {DENSE, AGAIN}]  # for `again` see test_again.py
+SPARSE = [
+    codec for codec in INDEX_CODECS.values() if codec not in {DENSE, AGAIN}
+]  # for `again` see test_again.py
 RELATIVE = [codec for codec in VALUE_CODECS.values() if codec.relative]
 sparse = pytest.mark.parametrize("codec", SPARSE, ids=lambda codec: codec.name)
 relative = pytest.mark.parametrize("codec", RELATIVE, ids=lambda codec: codec.name)
@@ -23,7 +27,12 @@ relative = pytest.mark.parametrize("codec", RELATIVE, ids=lambda codec: codec.na
 def test_numbers_are_those_of_the_tables() -> None:
     names = {0: "dense", 1: "i32", 2: "u16", 3: "ef", 4: "bitmap", 5: "again"}
     assert {number: codec.name for number, codec in INDEX_CODECS.items()} == names
-    assert {number: codec.name for number, codec in VALUE_CODECS.items()} == {0: "raw", 1: "ulp", 2: "ulp8", 3: "planes"}
+    assert {number: codec.name for number, codec in VALUE_CODECS.items()} == {
+        0: "raw",
+        1: "ulp",
+        2: "ulp8",
+        3: "planes",
+    }
 
 
 @sparse
@@ -122,17 +131,31 @@ def test_distances_come_back(codec, width: int, data: st.DataObject) -> None:
     assert sound and torch.equal(decoded, as_bits(distances, width))
     zeros = data.draw(st.sampled_from([1, 7, 100]))
     more = np.concatenate([distances, np.zeros(zeros, np.int64)])
-    assert codec.size(Values(wide(distances), True, width), zeros) == codec.size(Values(wide(more), True, width))
+    assert codec.size(Values(wide(distances), True, width), zeros) == codec.size(
+        Values(wide(more), True, width)
+    )
 
 
 @relative
 def test_streams_of_distances_that_contradict_the_table(codec) -> None:
     distances = torch.tensor([1, -1, 2, 3, 400, -20_000, 0, 5], dtype=torch.int32)
     lineage, terms = codec.encode(Values(distances.clone(), True, 2))
-    wrong = [(lineage[:-1], terms), (lineage[:8], terms), (torch.cat([lineage, lineage]), terms), (lineage[:0], terms)]
+    wrong = [
+        (lineage[:-1], terms),
+        (lineage[:8], terms),
+        (torch.cat([lineage, lineage]), terms),
+        (lineage[:0], terms),
+    ]
     for shift, spread, far, unary in (
-        (16, 0, 0, 0), (0, 26, 3, 3), (0, 1, 9, 9), (0, 1, 4, 3), (0, 1, 4, 65), (0, 0, 2**32 - 1, 2), (255, 0, 0, 0), (15, 0, 4, 5),
-    ):  # fmt: skip
+        (16, 0, 0, 0),
+        (0, 26, 3, 3),
+        (0, 1, 9, 9),
+        (0, 1, 4, 3),
+        (0, 1, 4, 65),
+        (0, 0, 2**32 - 1, 2),
+        (255, 0, 0, 0),
+        (15, 0, 4, 5),
+    ):
         wrong.append((lineage, BitPlaneParams(shift, spread, far, unary)))
     for stream_, terms_ in wrong:
         try:

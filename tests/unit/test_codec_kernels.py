@@ -1,4 +1,6 @@
-"""The kernels of the codecs, for CPU memory and for any device, against one reference: equal bytes, and nothing unsound is believed."""
+"""The kernels of the codecs, for CPU memory and for any device, against one reference: equal bytes, and
+nothing unsound is believed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ lengths = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 4096, 65537]) | st.intege
 
 @st.composite
 def segments(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """Sorted positions and the length of their segment: single ones, first and last, runs, all of them, any density."""
+    """Sorted positions and the length of their segment: single ones, first and last, runs, all of them, any
+    density.
+    """
     length = draw(lengths)
     kind = draw(st.sampled_from(["none", "one", "ends", "all", "run", "every", "random", "mixed"]))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
@@ -58,13 +62,38 @@ def some_distances(draw: st.DrawFn, width: int) -> np.ndarray:
     top = 1 << (8 * width - 1)
     scale = 1 << draw(st.integers(0, 8 * width - 1))
     kinds = {
-        "ones": rng.choice([-1, 1], count), "small": rng.geometric(0.6, count) * rng.choice([-1, 1], count),
-        "random": rng.integers(-top, top, count), "scale": rng.integers(-scale, scale, count),
-        "edges": rng.choice([-top, -top + 1, -256, -128, -127, -3, -1, 0, 1, 2, 3, 127, 128, 255, 256, 257, 258, 259, top - 1], count),
+        "ones": rng.choice([-1, 1], count),
+        "small": rng.geometric(0.6, count) * rng.choice([-1, 1], count),
+        "random": rng.integers(-top, top, count),
+        "scale": rng.integers(-scale, scale, count),
+        "edges": rng.choice(
+            [
+                -top,
+                -top + 1,
+                -256,
+                -128,
+                -127,
+                -3,
+                -1,
+                0,
+                1,
+                2,
+                3,
+                127,
+                128,
+                255,
+                256,
+                257,
+                258,
+                259,
+                top - 1,
+            ],
+            count,
+        ),
         "rare": np.where(rng.random(count) < 0.95, 1, rng.integers(-top, top, count)),
         "zeros": np.where(rng.random(count) < 0.9, 0, rng.integers(-3, 4, count)),
         "runs": np.repeat(rng.integers(-top, top, count), 9)[:count],
-    }  # fmt: skip
+    }
     return ((kinds[draw(st.sampled_from(sorted(kinds)))] + top) % (2 * top) - top).astype(np.int64)
 
 
@@ -76,7 +105,8 @@ def wide(distances: np.ndarray) -> Tensor:
     return torch.from_numpy(distances.astype(np.int32))
 
 
-# Positions -----------------------------------------------------------------------------------------------------------------
+# Positions --------------------------------------------------------------------------------------------------
+# ---------------
 
 
 @both
@@ -117,20 +147,29 @@ def test_positions_at_the_end_of_the_longest_segment() -> None:
 @settings(max_examples=150, deadline=None)
 @given(segments(), st.integers(0, 12), st.data())
 def test_damaged_positions(segment: tuple[np.ndarray, int], low: int, data: st.DataObject) -> None:
-    """Both modules agree about damage; what they believe is in order and in range, and would be written as just these bytes."""
+    """Both modules agree about damage; what they believe is in order and in range, and would be written as
+    just these bytes.
+    """
     positions, length = segment
     for name, more in (("ef", (low,)), ("bitmap", ())):
         lineage = getattr(torch_codecs, f"encode_{name}")(torch.from_numpy(positions), length, *more).clone()
-        for place, value in data.draw(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)):
+        for place, value in data.draw(
+            st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)
+        ):
             if len(lineage):
                 lineage[place % len(lineage)] = value
         count = max(0, len(positions) + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
         if name == "ef" and ef_size(count, length, low) != len(lineage):
             continue
-        first, second = (getattr(kernel, f"decode_{name}")(lineage, count, length, *more) for kernel in (cpu_codecs, torch_codecs))
+        first, second = (
+            getattr(kernel, f"decode_{name}")(lineage, count, length, *more)
+            for kernel in (cpu_codecs, torch_codecs)
+        )
         assert bool(first[1]) == bool(second[1])
         if bool(first[1]):
-            assert torch.equal(first[0], second[0]) and bool(torch_codecs.torch_ops.sorted_below(first[0], length))
+            assert torch.equal(first[0], second[0]) and bool(
+                torch_codecs.torch_ops.sorted_below(first[0], length)
+            )
 
 
 @pytest.mark.parametrize("name", ["ef", "bitmap"])
@@ -139,14 +178,19 @@ def test_encoders_write_within_their_stream(name: str) -> None:
     for wrong in ([-1, 5], [5, 2000], [900, 3], [2**31 - 1], [-(2**31)]):
         positions = torch.tensor(wrong, dtype=torch.int32)
         with pytest.raises(ValueError, match="ascend"):
-            cpu_codecs.encode_bitmap(positions, 1000) if name == "bitmap" else cpu_codecs.encode_ef(positions, 1000, 2)
+            cpu_codecs.encode_bitmap(positions, 1000) if name == "bitmap" else cpu_codecs.encode_ef(
+                positions, 1000, 2
+            )
 
 
-# Distances -----------------------------------------------------------------------------------------------------------------
+# Distances --------------------------------------------------------------------------------------------------
+# ---------------
 
 
 def special_bits(width: int) -> Tensor:
-    """Zeros of both signs, infinities, quiet and signalling NaNs, subnormals, the extremes of integers, and their neighbours."""
+    """Zeros of both signs, infinities, quiet and signalling NaNs, subnormals, the extremes of integers, and
+    their neighbours.
+    """
     top, most = 1 << (8 * width - 1), (1 << (8 * width)) - 1
     values = {0, 1, 2, top - 2, top - 1, top, top + 1, most - 1, most}
     if width == 2:
@@ -160,9 +204,13 @@ def special_bits(width: int) -> Tensor:
 @all_widths
 def test_every_pair_of_bits_has_a_distance_and_back(kernel: ModuleType, width: int) -> None:
     special = torch.cat([special_bits(width), random_bits(20, width)])
-    known, new = (each.contiguous() for each in (special.repeat(len(special)), special.repeat_interleave(len(special))))
+    known, new = (
+        each.contiguous() for each in (special.repeat(len(special)), special.repeat_interleave(len(special)))
+    )
     expected = reference.distances(new.numpy(), known.numpy())
-    assert kernel.subtract(new, known).view(torch.uint8).numpy().tobytes() == reference.as_bytes(expected, width)
+    assert kernel.subtract(new, known).view(torch.uint8).numpy().tobytes() == reference.as_bytes(
+        expected, width
+    )
     assert torch.equal(kernel.add(known, kernel.subtract(new, known)), new)
     if width < 8:
         before = known.clone(), new.clone()
@@ -175,12 +223,21 @@ def test_every_pair_of_bits_has_a_distance_and_back(kernel: ModuleType, width: i
 
 @all_widths
 def test_the_order_is_that_of_the_numbers(width: int) -> None:
-    """Neighbouring floats are one apart; -0.0 and +0.0 are too, and an integer is as far from its successor but where the sign turns."""
+    """Neighbouring floats are one apart; -0.0 and +0.0 are too, and an integer is as far from its successor
+    but where the sign turns.
+    """
     if width == 1:
         return
     floats = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
     values = torch.tensor([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0, float("inf")], dtype=floats)
-    up = torch.cat([torch.nextafter(values[:-1].double() if width == 8 else values[:-1], torch.full((6,), float("inf"), dtype=floats))])
+    up = torch.cat(
+        [
+            torch.nextafter(
+                values[:-1].double() if width == 8 else values[:-1],
+                torch.full((6,), float("inf"), dtype=floats),
+            )
+        ]
+    )
     away = torch_codecs.subtract(up.view(BITS[width]), values[:-1].contiguous().view(BITS[width])).tolist()
     assert away[0] == away[1] == away[3] == away[4] == away[5] == 1
     assert torch_codecs.subtract(values[3:4].view(BITS[width]), values[2:3].view(BITS[width])).tolist() == [1]
@@ -195,7 +252,11 @@ def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
     classes = kernel.measure(wide(distances))
     best = cpu_codecs.choose_planes(classes, width)
-    shift, spread = data.draw(st.sampled_from([(best.shift, best.spread - 1), (0, -1), (1, 2), (7, -1), (8 * width - 1, 24), (5, 0)]))
+    shift, spread = data.draw(
+        st.sampled_from(
+            [(best.shift, best.spread - 1), (0, -1), (1, 2), (7, -1), (8 * width - 1, 24), (5, 0)]
+        )
+    )
     expected, far, unary = reference.planes(distances, width, shift, spread)
     plan = Planes(shift, spread + 1, far, unary, len(expected))
     if (shift, spread) == (best.shift, best.spread - 1):
@@ -214,7 +275,9 @@ def test_the_plan_is_the_best(width: int, data: st.DataObject) -> None:
     distances, zeros = data.draw(some_distances(width)), data.draw(st.sampled_from([0, 1, 500]))
     whole = np.concatenate([distances, np.zeros(zeros, np.int64)])
     plans = [
-        (len(reference.planes(whole, width, shift, spread)[0]), shift) for shift in range(8 * width) for spread in (-1, *range(0, 25, 1))
+        (len(reference.planes(whole, width, shift, spread)[0]), shift)
+        for shift in range(8 * width)
+        for spread in (-1, *range(0, 25, 1))
     ]
     plan = cpu_codecs.choose_planes(cpu_codecs.measure(wide(distances)), width, zeros)
     assert (plan.size, plan.shift) == min(plans)
@@ -245,17 +308,23 @@ def test_damaged_distances(width: int, data: st.DataObject) -> None:
     shift, spread = data.draw(st.sampled_from([(0, -1), (1, 2), (3, 0), (2, 24)]))
     lineage, far, unary = reference.planes(distances, width, shift, spread)
     damaged = torch.frombuffer(bytearray(lineage), dtype=torch.uint8)
-    for place, value in data.draw(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)):
+    for place, value in data.draw(
+        st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)
+    ):
         damaged[place % len(damaged)] = value
     plan = Planes(shift, spread + 1, far, unary, len(lineage))
-    first, second = (kernel.decode_planes(damaged, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs))
+    first, second = (
+        kernel.decode_planes(damaged, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs)
+    )
     assert bool(first[1]) == bool(second[1])
     if bool(first[1]):
         assert torch.equal(first[0], second[0])
     damaged = torch.frombuffer(bytearray(reference.ulp8(distances, width)), dtype=torch.uint8).clone()
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     escapes = int((np.abs(distances) > 127).sum())
-    first, second = (kernel.decode_ulp8(damaged, count, BITS[width], escapes) for kernel in (cpu_codecs, torch_codecs))
+    first, second = (
+        kernel.decode_ulp8(damaged, count, BITS[width], escapes) for kernel in (cpu_codecs, torch_codecs)
+    )
     assert bool(first[1]) == bool(second[1])
     if bool(first[1]):
         assert torch.equal(first[0], second[0])
@@ -275,14 +344,17 @@ def test_random_bytes_as_planes(width: int) -> None:
         size = bitmap_bytes(count) + lows + places + bitmap_bytes(unary) + bitmap_bytes(unary - far)
         data = torch.from_numpy(rng.integers(0, 256, size, np.uint8) * rng.integers(0, 2, size, np.uint8))
         plan = Planes(shift, spread + 1, far, unary, size)
-        first, second = (kernel.decode_planes(data, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs))
+        first, second = (
+            kernel.decode_planes(data, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs)
+        )
         assert bool(first[1]) == bool(second[1])
         agreed += bool(first[1])
         if bool(first[1]):
             assert torch.equal(first[0], second[0])
 
 
-# Into place ------------------------------------------------------------------------------------------------------------------
+# Into place -------------------------------------------------------------------------------------------------
+# -----------------
 
 
 @both
@@ -303,7 +375,9 @@ def test_scatter_add(kernel: ModuleType, width: int, order: str) -> None:
         expected[positions] = new.numpy()
         assert np.array_equal(bits_of(tensors, width), expected)
         touched = set(np.searchsorted(flat.starts, positions, side="right") - 1)
-        assert {i for i, (a, b) in enumerate(zip(before, versions(tensors), strict=True)) if a != b} == touched
+        assert {
+            i for i, (a, b) in enumerate(zip(before, versions(tensors), strict=True)) if a != b
+        } == touched
 
 
 @both
@@ -316,7 +390,12 @@ def test_inference_tensors(kernel: ModuleType, inside: bool) -> None:
         flat = FlatTensors([held[0], *normal, held[1]], 4)
         kernel.scatter_add(flat, torch.tensor([0, 6, 10, 22]), torch.tensor([7, 8, 9, 10], dtype=torch.int32))
         out = torch.cat([t.contiguous().view(-1) for t in flat.tensors]).view(torch.int32)
-        assert out.nonzero().view(-1).tolist() == [0, 6, 10, 22] and out[[0, 6, 10, 22]].tolist() == [7, 8, 9, 10]
+        assert out.nonzero().view(-1).tolist() == [0, 6, 10, 22] and out[[0, 6, 10, 22]].tolist() == [
+            7,
+            8,
+            9,
+            10,
+        ]
     assert [tensor._version for tensor in normal] == [1, 1]
 
 
@@ -336,7 +415,11 @@ def test_distances_are_those_of_equal_arrays() -> None:
     for old in (bits[:7], bits.int(), bits.repeat(2)[::2]):
         with pytest.raises(ValueError, match="expected >="):
             cpu_codecs.distances(old, bits)
-    assert cpu_codecs.distances(bits[:0], bits[:0]).tolist() == torch_codecs.distances(bits[:0], bits[:0]).tolist() == []
+    assert (
+        cpu_codecs.distances(bits[:0], bits[:0]).tolist()
+        == torch_codecs.distances(bits[:0], bits[:0]).tolist()
+        == []
+    )
 
 
 def test_codecs_on() -> None:
@@ -370,6 +453,10 @@ for distances in ([2] * 64, [3] * 64, [1] * 10 + [3] * 63 + [5, 2], [5] * 32 + [
 
 
 def test_nothing_is_read_behind_a_stream() -> None:
-    """A stream that ends where memory does, its last part of no bits beginning there; a read behind it ends the process."""
-    ended = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=100, check=False)
+    """A stream that ends where memory does, its last part of no bits beginning there; a read behind it ends
+    the process.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=100, check=False
+    )
     assert ended.returncode == 0, ended.stderr or ended.returncode

@@ -31,7 +31,9 @@ def load(path: Path) -> ModuleType:
 
 def test_the_cache_of_a_loop_depends_on_all_loops(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache_dir / "some_loops.py"
-    path.write_text("from dte_dist.kernels.compiled import loop\n\n\n@loop\ndef double(x):\n    return 2 * x\n")
+    path.write_text(
+        "from dte_dist.kernels.compiled import loop\n\n\n@loop\ndef double(x):\n    return 2 * x\n"
+    )
     hits = []
     for stamp in ("before", "before", "after", "after"):
         monkeypatch.setattr(compiled, "_stamp", lambda stamp=stamp: stamp)
@@ -89,9 +91,13 @@ print("later:", *later)
 
 @pytest.fixture(scope="module")
 def compiled_later() -> set[str]:
-    """Return what syncs compile once the kernels are warm; in a process of its own, for here other tests have compiled what they need."""
+    """Return what syncs compile once the kernels are warm; in a process of its own, for here other tests have
+    compiled what they need.
+    """
     command = [sys.executable, "-c", SYNCS]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=110, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     first, *names = ended.stdout.splitlines()[-1].split()
     assert first == "later:"
@@ -103,7 +109,9 @@ def test_a_sync_compiles_nothing_once_the_kernels_are_warm(compiled_later: set[s
 
 
 def test_processes_take_turns_at_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else is at a job while its lock is held; those at another job, or with another cache, are not kept waiting."""
+    """Nobody else is at a job while its lock is held; those at another job, or with another cache, are not
+    kept waiting.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with warming._turn("one") as mine:
         assert mine

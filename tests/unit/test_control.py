@@ -1,4 +1,6 @@
-"""Unit tier, no ranks: one decision from the rows of all ranks, and why a receiver is seeded instead of followed."""
+"""Unit tier, no ranks: one decision from the rows of all ranks, and why a receiver is seeded instead of
+followed.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ FIELDS = len(fields(ControlRow))
 
 
 def source(version: int = 7, lineage: int = STREAM, **more: int) -> ControlRow:
-    return ControlRow(is_source=1, source_version=version, source_lineage=lineage, proposed_lineage=PROPOSAL, **more)
+    return ControlRow(
+        is_source=1, source_version=version, source_lineage=lineage, proposed_lineage=PROPOSAL, **more
+    )
 
 
 def receiver(version: int = 7, lineage: int = STREAM, **more: int) -> ControlRow:
-    return ControlRow(is_receiver=1, receiver_version=version, receiver_lineage=lineage, proposed_lineage=1, **more)
+    return ControlRow(
+        is_receiver=1, receiver_version=version, receiver_lineage=lineage, proposed_lineage=1, **more
+    )
 
 
 FRESH_SOURCE = source(NONE, 0, full=1, reason=REASONS.index("first sync"))
@@ -41,7 +47,13 @@ def groups(draw: st.DrawFn) -> tuple[list[ControlRow], int]:
         at, held = draw(st.one_of(st.just(shared), states)), draw(st.one_of(st.just(shared), states))
         row = ControlRow(proposed_lineage=draw(st.integers(1, 2**62)))
         if role != "receiver":
-            row = replace(row, is_source=1, source_version=at[0], source_lineage=at[1], full=int(at[0] == NONE or draw(st.booleans())))
+            row = replace(
+                row,
+                is_source=1,
+                source_version=at[0],
+                source_lineage=at[1],
+                full=int(at[0] == NONE or draw(st.booleans())),
+            )
         if role != "source":
             row = replace(row, is_receiver=1, receiver_version=held[0], receiver_lineage=held[1])
         rows.append(row)
@@ -56,7 +68,9 @@ def test_every_receiver_gets_exactly_one_of_delta_and_seed(group: tuple[list[Con
     decision = decide(rows, root)
     receivers = [rank for rank, row in enumerate(rows) if row.is_receiver]
     assert sorted(decision.followers + decision.seeded) == receivers
-    assert list(decision.followers) == sorted(decision.followers) and list(decision.seeded) == sorted(decision.seeded)
+    assert list(decision.followers) == sorted(decision.followers) and list(decision.seeded) == sorted(
+        decision.seeded
+    )
     assert decision.is_full == (not decision.followers)
 
 
@@ -69,15 +83,21 @@ def test_followers_hold_exactly_what_all_sources_start_from(group: tuple[list[Co
         assert decision.base != NONE
     if decision.followers:
         sources = [row for row in rows if row.is_source]
-        assert {(row.source_version, row.source_lineage) for row in sources} == {(decision.base, decision.lineage)}
+        assert {(row.source_version, row.source_lineage) for row in sources} == {
+            (decision.base, decision.lineage)
+        }
         assert not any(row.full for row in sources)
 
 
 @given(groups())
-def test_the_version_is_newer_than_what_sources_and_followers_hold_and_on_a_full_sync_than_all(group: tuple[list[ControlRow], int]) -> None:
+def test_the_version_is_newer_than_what_sources_and_followers_hold_and_on_a_full_sync_than_all(
+    group: tuple[list[ControlRow], int],
+) -> None:
     rows, root = group
     decision = decide(rows, root)
-    held = [row.source_version for row in rows if row.is_source] + [rows[rank].receiver_version for rank in decision.followers]
+    held = [row.source_version for row in rows if row.is_source] + [
+        rows[rank].receiver_version for rank in decision.followers
+    ]
     held += [] if decision.followers else [row.receiver_version for row in rows if row.is_receiver]
     assert decision.version > max(held) and decision.version >= 1
     if decision.followers:
@@ -85,7 +105,9 @@ def test_the_version_is_newer_than_what_sources_and_followers_hold_and_on_a_full
 
 
 @given(groups())
-def test_whoever_is_seeded_has_a_reason_and_a_plain_delta_has_none(group: tuple[list[ControlRow], int]) -> None:
+def test_whoever_is_seeded_has_a_reason_and_a_plain_delta_has_none(
+    group: tuple[list[ControlRow], int],
+) -> None:
     rows, root = group
     decision = decide(rows, root)
     sources_agree = len({(row.source_version, row.source_lineage) for row in rows if row.is_source}) == 1
@@ -103,7 +125,12 @@ def test_the_order_of_the_ranks_does_not_matter(group: tuple[list[ControlRow], i
     order = list(range(len(rows)))
     random.shuffle(order)  # type: ignore[attr-defined]
     decision, moved = decide(rows, root), decide([rows[rank] for rank in order], order.index(root))
-    assert (moved.version, moved.base, moved.lineage, moved.next_lineage) == (decision.version, decision.base, decision.lineage, decision.next_lineage)
+    assert (moved.version, moved.base, moved.lineage, moved.next_lineage) == (
+        decision.version,
+        decision.base,
+        decision.lineage,
+        decision.next_lineage,
+    )
     assert sorted(order[place] for place in moved.followers) == list(decision.followers)
     assert sorted(order[place] for place in moved.seeded) == list(decision.seeded)
 
@@ -123,7 +150,9 @@ def test_a_row_comes_back_from_its_int64_form(numbers: list[int], sizes: list[in
 
 
 def test_receivers_at_the_version_of_the_sources_get_a_delta() -> None:
-    assert decide([source(), source(), receiver(), receiver()], 0) == Decision(8, 7, STREAM, STREAM, (2, 3), (), "")
+    assert decide([source(), source(), receiver(), receiver()], 0) == Decision(
+        8, 7, STREAM, STREAM, (2, 3), (), ""
+    )
 
 
 def test_the_first_sync_is_full_and_starts_the_lineage_that_the_root_proposes() -> None:
@@ -168,7 +197,9 @@ def test_one_source_that_was_asked_for_everything_is_enough(asking: list[int]) -
 
 def test_after_a_sync_that_broke_off_receivers_follow_but_the_new_version_has_a_name_of_its_own() -> None:
     rows = [source(aborted=1), source(), receiver(), receiver(8)]
-    assert decide(rows, 0) == Decision(8, 7, STREAM, PROPOSAL, (2,), (3,), "rank 3 seeded: replay, it held v8, sources v7")
+    assert decide(rows, 0) == Decision(
+        8, 7, STREAM, PROPOSAL, (2,), (3,), "rank 3 seeded: replay, it held v8, sources v7"
+    )
 
 
 def test_a_full_sync_is_above_every_version_that_was_ever_held() -> None:
@@ -196,11 +227,24 @@ def test_a_full_sync_is_held_against_what_receivers_hold(requested_version: int)
 
 
 def test_a_version_may_leave_numbers_out() -> None:
-    assert decide([source(requested_version=100), receiver()], 0) == Decision(100, 7, STREAM, STREAM, (1,), (), "")
+    assert decide([source(requested_version=100), receiver()], 0) == Decision(
+        100, 7, STREAM, STREAM, (1,), (), ""
+    )
 
 
 def test_receivers_may_leave_the_version_out_or_say_the_same() -> None:
-    assert decide([source(requested_version=9), source(requested_version=9), receiver(requested_version=9), receiver()], 0).version == 9
+    assert (
+        decide(
+            [
+                source(requested_version=9),
+                source(requested_version=9),
+                receiver(requested_version=9),
+                receiver(),
+            ],
+            0,
+        ).version
+        == 9
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,8 +293,12 @@ def test_rows_that_can_be_are_let_through(group: tuple[list[ControlRow], int]) -
 
 IMPOSSIBLE = {
     **dict.fromkeys(("failed", "is_source", "is_receiver", "aborted", "full"), (-1, 2, 1 << 40)),
-    **dict.fromkeys(("source_version", "receiver_version", "newest", "requested_version"), (-2, 1 << 62, -(1 << 63))),
-    **dict.fromkeys(("source_lineage", "receiver_lineage", "proposed_lineage", "changed"), (-1, (1 << 62) + 1)),
+    **dict.fromkeys(
+        ("source_version", "receiver_version", "newest", "requested_version"), (-2, 1 << 62, -(1 << 63))
+    ),
+    **dict.fromkeys(
+        ("source_lineage", "receiver_lineage", "proposed_lineage", "changed"), (-1, (1 << 62) + 1)
+    ),
     "reason": (-1, len(REASONS), 1 << 60),
     "seed_reason": (-1, len(SEED_REASONS), 1 << 60),
     "route": (-1, 2, -(1 << 60)),
@@ -275,7 +323,9 @@ def test_a_rank_keeps_the_role_that_it_was_agreed_to_have() -> None:
     rows = [source(), receiver()]
     check_rows(packed(rows), [0], [1])
     for sources, receivers, rank, name in (
-        ([0, 1], [1], 1, "is_source"), ([], [1], 0, "is_source"), ([0], [0, 1], 0, "is_receiver"),
-    ):  # fmt: skip
+        ([0, 1], [1], 1, "is_source"),
+        ([], [1], 0, "is_source"),
+        ([0], [0, 1], 0, "is_receiver"),
+    ):
         with pytest.raises(FrameError, match=rf"the {name} of a control row cannot be \[ranks {rank};"):
             check_rows(packed(rows), sources, receivers)

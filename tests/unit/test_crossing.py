@@ -1,4 +1,6 @@
-"""Positions of many tensors translated at once, against `remap_delta_indices` for one; parts of a plan and what slices of them hold."""
+"""Positions of many tensors translated at once, against `remap_delta_indices` for one; parts of a plan and
+what slices of them hold.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,42 @@ some = settings(max_examples=150, deadline=None)
 @some
 @given(st.data())
 def test_all_at_once_is_one_by_one(data) -> None:
-    """Some source blocks, each with no, one or several blocks of its slot on the other side, which may hold the same elements."""
+    """Some source blocks, each with no, one or several blocks of its slot on the other side, which may hold
+    the same elements.
+    """
     shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=4))
     source = [data.draw(blocks(shape)) for shape in shapes]
-    target = [(slot, data.draw(blocks(shape))) for slot, shape in enumerate(shapes) for _ in range(data.draw(st.integers(0, 2)))]
+    target = [
+        (slot, data.draw(blocks(shape)))
+        for slot, shape in enumerate(shapes)
+        for _ in range(data.draw(st.integers(0, 2)))
+    ]
     crossing = BatchedIndexMap(2, source, target)
     chosen = [number for number, block in enumerate(source) if block.numel and data.draw(st.booleans())]
     if not chosen:
         return
-    marks = [data.draw(st.lists(st.booleans(), min_size=source[n].numel, max_size=source[n].numel)) for n in chosen]
+    marks = [
+        data.draw(st.lists(st.booleans(), min_size=source[n].numel, max_size=source[n].numel)) for n in chosen
+    ]
     kinds = [data.draw(st.sampled_from([torch.int32, torch.int64])) for _ in chosen]
-    positions = [torch.from_numpy(np.flatnonzero(each)).to(kind) for each, kind in zip(marks, kinds, strict=True)]
+    positions = [
+        torch.from_numpy(np.flatnonzero(each)).to(kind) for each, kind in zip(marks, kinds, strict=True)
+    ]
     bits = torch.arange(sum(map(len, positions)), dtype=torch.int16)
     expected, passed = [], 0
     for number, here in zip(chosen, positions, strict=True):
         for place, (slot, block) in enumerate(target):
             if slot == number:
                 found, kept = remap_delta_indices(here, source[number], block)
-                expected += zip((found + int(crossing.starts[place])).tolist(), (kept + passed).tolist(), strict=True)
+                expected += zip(
+                    (found + int(crossing.starts[place])).tolist(), (kept + passed).tolist(), strict=True
+                )
         passed += len(here)
-    got = [pair for found, its in crossing.translate(chosen, positions, bits) for pair in zip(found.tolist(), its.tolist(), strict=True)]
+    got = [
+        pair
+        for found, its in crossing.translate(chosen, positions, bits)
+        for pair in zip(found.tolist(), its.tolist(), strict=True)
+    ]
     assert sorted(got) == sorted(expected)
 
 
@@ -79,16 +97,35 @@ def test_elements_of_slices(data) -> None:
 
 
 def test_parts_are_named_by_slot_and_regions_by_entry() -> None:
-    """A sender with two regions of one slot, and a receiver that needs a bit of each, in two tensors of its own."""
+    """A sender with two regions of one slot, and a receiver that needs a bit of each, in two tensors of its
+    own.
+    """
     fused = torch.zeros(10, 4)
-    sender = Layout.from_views([("k", fused[6:8], (4, 4), (0, 0)), ("k", fused[8:], (4, 4), (2, 0)), ("q", fused[:6], (6, 4), (0, 0))])
+    sender = Layout.from_views(
+        [
+            ("k", fused[6:8], (4, 4), (0, 0)),
+            ("k", fused[8:], (4, 4), (2, 0)),
+            ("q", fused[:6], (6, 4), (0, 0)),
+        ]
+    )
     receiver = Layout.from_views(
-        [("k", torch.zeros(2, 4), (4, 4), (1, 0)), ("q", torch.zeros(1, 4), (6, 4), (5, 0)), ("k", torch.zeros(1, 4), (4, 4), (0, 0))]
+        [
+            ("k", torch.zeros(2, 4), (4, 4), (1, 0)),
+            ("q", torch.zeros(1, 4), (6, 4), (5, 0)),
+            ("k", torch.zeros(1, 4), (4, 4), (0, 0)),
+        ]
     )
     plan = Plan.between({0: sender}, {1: receiver})
     parts = parts_of(plan, 0)
-    assert {key: part.name for key, part in parts.items()} == {("k", 0): "k[0]", ("k", 1): "k[1]", ("q", 2): "q"}
+    assert {key: part.name for key, part in parts.items()} == {
+        ("k", 0): "k[0]",
+        ("k", 1): "k[1]",
+        ("q", 2): "q",
+    }
     landings = {(landing.part.name, landing.entry): landing for landing in landings_of(plan, 0, 1, parts)}
     assert {key: landing.is_whole for key, landing in landings.items()} == {
-        ("k[0]", 0): True, ("k[0]", 1): False, ("k[1]", 1): False, ("q", 2): True,
-    }  # fmt: skip
+        ("k[0]", 0): True,
+        ("k[0]", 1): False,
+        ("k[1]", 1): False,
+        ("q", 2): True,
+    }

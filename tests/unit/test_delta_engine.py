@@ -1,4 +1,6 @@
-"""Unit tier, no ranks: push and pull over a transport in memory. What holds over any transport is in distributed/test_transports.py."""
+"""Unit tier, no ranks: push and pull over a transport in memory. What holds over any transport is in
+distributed/test_transports.py.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,20 @@ from dte_dist import (
     VersionError,
     VersionGap,
     VersionReplay,
-)  # fmt: skip
+)
 from dte_dist.engine import ends
 from dte_dist.engine.payload import flat_bits
 
 DTYPES = (
-    torch.bfloat16, torch.float32, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64,
-)  # fmt: skip
+    torch.bfloat16,
+    torch.float32,
+    torch.float16,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.complex64,
+)
 
 
 def random_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
@@ -38,7 +47,9 @@ def random_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 
 def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(flat_bits(ours[name]), flat_bits(theirs[name])) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(flat_bits(ours[name]), flat_bits(theirs[name])) for name in ours
+    )
 
 
 def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,7 +71,10 @@ class Pair:
         self.weights = {"w": torch.randn(numel), "b": torch.zeros(8, dtype=torch.bfloat16)}
         self.copy = empty_like(self.weights)
         self.transport = transport or LoopbackTransport()
-        self.sender, self.receiver = DeltaEngine(self.transport, timeout=0.05), DeltaEngine(self.transport, timeout=0.05)
+        self.sender, self.receiver = (
+            DeltaEngine(self.transport, timeout=0.05),
+            DeltaEngine(self.transport, timeout=0.05),
+        )
 
     def push(self, version: int, *, full: bool = False) -> Payload:
         self.sender.push(self.weights, version, full=full)
@@ -78,7 +92,10 @@ class Pair:
 
 
 def test_the_quickstart() -> None:
-    model, rollout = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)), nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40))
+    model, rollout = (
+        nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)),
+        nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)),
+    )
     target_params = dict(rollout.named_parameters())
     before = {name: (tensor.data_ptr(), tensor._version) for name, tensor in target_params.items()}
     kinds = ""
@@ -94,13 +111,21 @@ def test_the_quickstart() -> None:
         kinds += "F" if payload.full else "d" if len(payload.tensors) > 1 else "-"
         assert same_bits(dict(model.named_parameters()), target_params) and engine.version == step
     assert kinds == "Fddd-ddd-ddF-ddd-ddd-dFd-"
-    assert all(tensor.data_ptr() == before[name][0] and tensor._version > before[name][1] for name, tensor in target_params.items())
+    assert all(
+        tensor.data_ptr() == before[name][0] and tensor._version > before[name][1]
+        for name, tensor in target_params.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_any_bits_of_any_dtype(dtype: torch.dtype, ratio: float) -> None:
-    weights = {"w": random_bits(dtype, 30, 70), "scalar": random_bits(dtype), "none": random_bits(dtype, 0, 3), "v": random_bits(dtype, 9)}
+    weights = {
+        "w": random_bits(dtype, 30, 70),
+        "scalar": random_bits(dtype),
+        "none": random_bits(dtype, 0, 3),
+        "v": random_bits(dtype, 9),
+    }
     copy = empty_like(weights)
     transport = LoopbackTransport()
     engine = DeltaEngine(transport, ratio=ratio)
@@ -170,15 +195,19 @@ def _pulled_by_another(copy: dict[str, Tensor]) -> None:
 
 
 WRITES = {
-    "in place": lambda copy: copy["w"].mul_(2), "through a view": lambda copy: copy["w"][3:5].zero_(),
-    "the same bits": lambda copy: copy["b"].copy_(copy["b"].clone()), "replaced": lambda copy: copy.update(b=copy["b"].clone()),
+    "in place": lambda copy: copy["w"].mul_(2),
+    "through a view": lambda copy: copy["w"][3:5].zero_(),
+    "the same bits": lambda copy: copy["b"].copy_(copy["b"].clone()),
+    "replaced": lambda copy: copy.update(b=copy["b"].clone()),
     "another engine": _pulled_by_another,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", WRITES)
 def test_targets_that_others_wrote_to(how: str) -> None:
-    """A delta raises and the version is gone; a full payload repairs, be it an older one that is still kept, and what follows it."""
+    """A delta raises and the version is gone; a full payload repairs, be it an older one that is still kept,
+    and what follows it.
+    """
     pair = Pair()
     pair.step(1)
     pair.push(2, full=True)
@@ -216,9 +245,11 @@ def test_layouts_that_differ() -> None:
     pair = Pair()
     pair.step(1)
     wrong = {
-        "missing": {"w": pair.weights["w"]}, "not expected": pair.weights | {"x": torch.zeros(2)},
-        "shape": pair.weights | {"w": torch.zeros(10, 100)}, "dtype": pair.weights | {"w": torch.zeros(1000, dtype=torch.int32)},
-    }  # fmt: skip
+        "missing": {"w": pair.weights["w"]},
+        "not expected": pair.weights | {"x": torch.zeros(2)},
+        "shape": pair.weights | {"w": torch.zeros(10, 100)},
+        "dtype": pair.weights | {"w": torch.zeros(1000, dtype=torch.int32)},
+    }
     for said, tensors in wrong.items():
         with pytest.raises(LayoutMismatch, match=said):
             pair.sender.push(tensors, 2)
@@ -318,7 +349,13 @@ def test_a_copy_that_cannot_be_written_sends_everything_next(monkeypatch: pytest
 
 def test_options_are_checked() -> None:
     transport = LoopbackTransport()
-    for wrong in ({"mode": "half"}, {"anchor_interval": 0}, {"anchor_interval": True}, {"ratio": -1.0}, {"timeout": 0}):
+    for wrong in (
+        {"mode": "half"},
+        {"anchor_interval": 0},
+        {"anchor_interval": True},
+        {"ratio": -1.0},
+        {"timeout": 0},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DeltaEngine(transport, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="transport"):

@@ -24,7 +24,12 @@ def test_the_rule_of_bytes() -> None:
 
 
 def test_only_bits_count_and_changes_cross_segments() -> None:
-    zeros = {"nan": torch.full((4,), float("nan")), "big": torch.zeros((1 << 20) + 100), "zero": torch.zeros(1000), "end": torch.zeros(7)}
+    zeros = {
+        "nan": torch.full((4,), float("nan")),
+        "big": torch.zeros((1 << 20) + 100),
+        "zero": torch.zeros(1000),
+        "end": torch.zeros(7),
+    }
     tracker = DeltaTracker()
     tracker.diff(zeros, 1)
     tracker.commit()
@@ -33,7 +38,11 @@ def test_only_bits_count_and_changes_cross_segments() -> None:
     zeros["zero"][5] = -0.0
     zeros["big"][[0, (1 << 20) - 5, (1 << 20) - 4, (1 << 20) + 99]] = 1.0
     tensors = tracker.diff(zeros, 3).tensors
-    assert tensors["zero@delta_idx"].tolist() == [5] and "nan@delta_idx" not in tensors and "end@delta_idx" not in tensors
+    assert (
+        tensors["zero@delta_idx"].tolist() == [5]
+        and "nan@delta_idx" not in tensors
+        and "end@delta_idx" not in tensors
+    )
     assert tensors["big@delta_idx"].tolist() == [0, (1 << 20) - 5, (1 << 20) - 4, (1 << 20) + 99]
 
 
@@ -54,10 +63,20 @@ def test_tracker_commit_and_rollback() -> None:
     assert tracker.diff(weights, 2).tensors["w@delta_idx"].tolist() == [1, 2]
 
 
-# Many ranges and waves, and what breaks off ------------------------------------------------------------------------------
+# Many ranges and waves, and what breaks off
+# ------------------------------------------------------------------------------
 
 SIZES = {"a": 300, "b": 1, "c": 90, "d": 0, "e": 555, "f": 70, "g": 64, "h": 5}
-DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.float32, torch.float64)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float32,
+    torch.int64,
+    torch.bfloat16,
+    torch.uint8,
+    torch.float32,
+    torch.float64,
+)
 
 
 @pytest.fixture
@@ -69,10 +88,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Followed:
-    """A tracker, the weights that it looks at, and a copy that all its payloads are applied to once they are committed."""
+    """A tracker, the weights that it looks at, and a copy that all its payloads are applied to once they are
+    committed.
+    """
 
     def __init__(self) -> None:
-        self.weights = {name: torch.arange(size).to(dtype) for (name, size), dtype in zip(SIZES.items(), DTYPES, strict=True)}
+        self.weights = {
+            name: torch.arange(size).to(dtype)
+            for (name, size), dtype in zip(SIZES.items(), DTYPES, strict=True)
+        }
         self.copy = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
         self.tracker, self.version = DeltaTracker(), 0
         self.sync()
@@ -103,7 +127,11 @@ def bits(tensor: Tensor) -> Tensor:
 
 def changed(payload: Payload) -> dict[str, list[int]]:
     """Return by name what changed, all of it where a tensor is sent whole."""
-    found = {name.removesuffix("@delta_idx"): part.tolist() for name, part in payload.tensors.items() if name.endswith("@delta_idx")}
+    found = {
+        name.removesuffix("@delta_idx"): part.tolist()
+        for name, part in payload.tensors.items()
+        if name.endswith("@delta_idx")
+    }
     return found | {name: [*range(SIZES[name])] for name in payload.tensors.keys() & SIZES.keys()}
 
 
@@ -132,8 +160,12 @@ def test_a_diff_that_is_forgotten_is_found_again_with_what_came_after(small: Non
 @pytest.mark.parametrize("after", [0, 1, 4])
 @pytest.mark.parametrize("every", [1, 11])
 @pytest.mark.parametrize("told", [False, True])
-def test_a_diff_that_breaks_off_is_followed_by_everything(small: None, told: bool, every: int, after: int) -> None:
-    """What was taken over until then is of no version; the payload after it is full, and the one after that is exact."""
+def test_a_diff_that_breaks_off_is_followed_by_everything(
+    small: None, told: bool, every: int, after: int
+) -> None:
+    """What was taken over until then is of no version; the payload after it is full, and the one after that
+    is exact.
+    """
     followed = Followed()
     followed.change(every, 2)
     known = followed.tracker._snapshot
@@ -153,9 +185,13 @@ def test_a_diff_that_breaks_off_is_followed_by_everything(small: None, told: boo
 
 
 @pytest.mark.parametrize("count", [5, 17, 40])
-@pytest.mark.parametrize(("own", "wire"), [(torch.float64, torch.bfloat16), (torch.float16, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("own", "wire"), [(torch.float64, torch.bfloat16), (torch.float16, torch.float32)], ids=str
+)
 def test_what_is_sent_whole_is_what_is_known(own: torch.dtype, wire: torch.dtype, count: int) -> None:
-    """torch casts a NaN to one pattern in its vectors and to another behind them: it depends on what it is cast together with."""
+    """torch casts a NaN to one pattern in its vectors and to another behind them: it depends on what it is
+    cast together with.
+    """
     weights = {name: torch.zeros(size, dtype=own) for name, size in (("a", 7), ("b", count), ("c", 3))}
     tracker, dtypes = DeltaTracker(), dict.fromkeys(weights, wire)
     tracker.diff(weights, 1, wire=dtypes)
@@ -164,6 +200,12 @@ def test_what_is_sent_whole_is_what_is_known(own: torch.dtype, wire: torch.dtype
         tensor.fill_(float("nan"))
     tensors = tracker.diff(weights, 2, wire=dtypes).tensors
     assert tracker._snapshot is not None
-    assert torch.equal(torch.cat([bits(tensors[name]) for name in weights]), tracker._snapshot.bits[wire.itemsize])
+    assert torch.equal(
+        torch.cat([bits(tensors[name]) for name in weights]), tracker._snapshot.bits[wire.itemsize]
+    )
     tracker.commit()
-    assert tracker.diff(weights, 3, wire=dtypes).tensors.keys().isdisjoint({*weights, *(f"{name}@delta_idx" for name in weights)})
+    assert (
+        tracker.diff(weights, 3, wire=dtypes)
+        .tensors.keys()
+        .isdisjoint({*weights, *(f"{name}@delta_idx" for name in weights)})
+    )

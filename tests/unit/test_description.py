@@ -26,7 +26,9 @@ def layout(name: str = "w") -> Layout:
 
 
 def written(into: Layout | None = None, **options: Any) -> bytes:
-    return describe(nn.Linear(2, 3) if into is None else layout(), into, ChannelOptions(**options), "cpu:gloo").data
+    return describe(
+        nn.Linear(2, 3) if into is None else layout(), into, ChannelOptions(**options), "cpu:gloo"
+    ).data
 
 
 def parts(data: bytes) -> list[bytes]:

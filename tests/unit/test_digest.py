@@ -64,7 +64,8 @@ def added(values: list[int]) -> int:
 
 
 def test_the_reference_says_what_the_checksum_of_a_frame_says() -> None:
-    """The hash is the one of docs/protocol.md: over words of 8 bytes, a digest and a checksum are one number.
+    """The hash is the one of docs/protocol.md: over words of 8 bytes, a digest and a checksum are one
+    number.
     """
     frame = random_bits(1000, 8, seed=5)
     assert (
@@ -101,10 +102,27 @@ def test_own_digests_of_tensors_of_several_widths_in_any_order(kernel: ModuleTyp
 
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16,
-    torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu, torch.complex32, torch.complex64,
-]  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.complex32,
+    torch.complex64,
+]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -379,9 +397,14 @@ def test_sums_that_do_not_fit_are_refused_before_a_loop_writes_to_them(sizes: An
 # Casts ------------------------------------------------------------------------------------------------------
 
 CASTS = [
-    (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float64, torch.float32), (torch.bfloat16, torch.float32),
-    (torch.float64, torch.bfloat16), (torch.float32, torch.float8_e4m3fn), (torch.float32, torch.float64),
-]  # fmt: skip
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.bfloat16),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.float32, torch.float64),
+]
 
 
 @pytest.mark.parametrize(("own", "wire"), CASTS, ids=str)

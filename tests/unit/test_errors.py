@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dte_dist import errors
-from dte_dist.errors import DeltaError, FrameError, LayoutMismatch, PeerLost, SyncFailed, VersionGap, from_wire, to_wire
+from dte_dist.errors import (
+    DeltaError,
+    FrameError,
+    LayoutMismatch,
+    PeerLost,
+    SyncFailed,
+    VersionGap,
+    from_wire,
+    to_wire,
+)
 
 FAMILY = [getattr(errors, name) for name in errors.__all__ if isinstance(getattr(errors, name), type)]
 any_text = st.text(st.characters(exclude_characters="\0", exclude_categories=()))
@@ -30,7 +39,10 @@ def test_one_except_clause_catches_the_family(kind: type[Exception]) -> None:
     assert issubclass(kind, DeltaError) and issubclass(kind, RuntimeError)
 
 
-@pytest.mark.parametrize("error", [KeyError("w"), ZeroDivisionError("division by zero"), UnicodeDecodeError("utf-8", b"", 0, 1, "bad")])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("w"), ZeroDivisionError("division by zero"), UnicodeDecodeError("utf-8", b"", 0, 1, "bad")],
+)
 def test_an_error_from_outside_becomes_sync_failed_and_keeps_its_name(error: Exception) -> None:
     back = told(error)
     assert type(back) is SyncFailed and str(back) == f"{type(error).__name__}: {error}"
@@ -46,7 +58,9 @@ def test_a_subclass_travels_as_the_class_of_the_family_that_it_is_one_of() -> No
 
 
 def test_every_text_can_be_told() -> None:
-    """Half of a inline payload, which JSON can spell and so a name of another rank may have, cannot be encoded."""
+    """Half of a inline payload, which JSON can spell and so a name of another rank may have, cannot be
+    encoded.
+    """
     error = LayoutMismatch("shapes differ", tensor="w\ud800é", got="\udfff")
     assert str(error) == "shapes differ [tensor 'w\\ud800é'; got \\udfff]"
 
@@ -79,7 +93,9 @@ def test_a_text_that_utf8_cannot_say_is_told_all_the_same() -> None:
 
 
 @given(st.sampled_from([*FAMILY, ValueError, OSError]), any_text, st.integers(0, 300))
-def test_any_text_becomes_exactly_the_size_asked_for_and_never_raises(kind: type[Exception], text: str, size: int) -> None:
+def test_any_text_becomes_exactly_the_size_asked_for_and_never_raises(
+    kind: type[Exception], text: str, size: int
+) -> None:
     data = to_wire(kind(text), size)
     assert len(data) == size
     from_wire(data)
@@ -105,7 +121,12 @@ def test_a_lost_peer_is_told_with_its_ranks() -> None:
 
 
 def test_the_text_names_slot_ranks_both_sides_and_the_way_out() -> None:
-    error = LayoutMismatch("shapes differ", tensor="a.b", ranks=(2, 5), expected=(4, 4), got=(4, 5), hint="build the same model")
-    assert str(error) == "shapes differ [tensor 'a.b'; ranks 2, 5; expected (4, 4); got (4, 5)]. Hint: build the same model."
+    error = LayoutMismatch(
+        "shapes differ", tensor="a.b", ranks=(2, 5), expected=(4, 4), got=(4, 5), hint="build the same model"
+    )
+    assert (
+        str(error) == "shapes differ [tensor 'a.b'; ranks 2, 5; expected (4, 4); got (4, 5)]. "
+        "Hint: build the same model."
+    )
     assert str(VersionGap("a gap")) == "a gap"
     assert str(DeltaError("zero counts", expected=0, got="")) == "zero counts [expected 0; got ]"

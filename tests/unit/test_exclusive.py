@@ -1,4 +1,5 @@
-"""Unit tier, no ranks: one call at a time for each module, whatever threads, orders and interrupts there are.
+"""Unit tier, no ranks: one call at a time for each module, whatever threads, orders and interrupts there
+are.
 """
 
 from __future__ import annotations
@@ -274,7 +275,8 @@ def test_an_interrupt_at_any_line_leaves_the_modules_free(layer: nn.Module, othe
 def test_an_interrupt_at_any_line_of_a_wait_leaves_the_modules_to_who_comes_next(
     layer: nn.Module, other: Any
 ) -> None:
-    """One thread has the turn, this one waits for it and is interrupted, and a third one has come after it.
+    """One thread has the turn, this one waits for it and is interrupted, and a third one has come after
+    it.
     """
     for number in range(1, 200):
         holder, third = Holder(other), []

@@ -94,9 +94,14 @@ def place(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
 
 
 WRITES: dict[str, Write] = {
-    "write": write, "scatter": scatter, "scatter backwards": scatter_backwards, "scatter_add": scatter_add, "patch": patch,
-    "patch by distances": patch_by, "place": place,
-}  # fmt: skip
+    "write": write,
+    "scatter": scatter,
+    "scatter backwards": scatter_backwards,
+    "scatter_add": scatter_add,
+    "patch": patch,
+    "patch by distances": patch_by,
+    "place": place,
+}
 writes = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 
 
@@ -138,7 +143,8 @@ def test_what_a_kernel_writes_is_counted_as_the_version_counters_count_it(
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_geometry(data: st.DataObject) -> None:
-    """Several tables, several homes of one element, strided tensors; `place` and `patch` one after the other.
+    """Several tables, several homes of one element, strided tensors; `place` and `patch` one after the
+    other.
     """
     shapes, source, receiver = data.draw(pairs_of_spaces())
     index_maps, strided = build_index_maps(source, receiver), data.draw(st.booleans())
@@ -168,7 +174,8 @@ def test_any_geometry(data: st.DataObject) -> None:
 @widths
 @writes
 def test_tensors_that_share_a_counter_move_it_together(kernel: Kernels, write: Write, width: int) -> None:
-    """A fused projection cut into views; a tensor that comes twice; a tensor and what `detach` gives of it.
+    """A fused projection cut into views; a tensor that comes twice; a tensor and what `detach` gives of
+    it.
     """
     fused, tied, own = (random_bits(120, width, seed).view(12, 10) for seed in (1, 2, 3))
     families = [

@@ -20,24 +20,68 @@ from dte_dist.errors import FrameError, VersionError, VersionGap, VersionReplay,
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 from dte_dist.tensors.flat import BITS
 
-EXPECT = FrameHead(schema=2**64 - 1, lineage=2**63 + 5, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000)
-HOSTILE = [0, 1, 2, 3, 7, 8, 0x7FFF, 0xFFFF, 65536, 2**28, 2**28 + 1, 2**31 - 1, 2**31, 2**32 - 8, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+EXPECT = FrameHead(
+    schema=2**64 - 1,
+    lineage=2**63 + 5,
+    base=7,
+    version=8,
+    source=3,
+    number=1,
+    count=4,
+    width=2,
+    first=1000,
+    length=200_000,
+)
+HOSTILE = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    0x7FFF,
+    0xFFFF,
+    65536,
+    2**28,
+    2**28 + 1,
+    2**31 - 1,
+    2**31,
+    2**32 - 8,
+    2**32 - 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+]
 
 
 @pytest.fixture(params=[(cpu, cpu_codecs), (torch_ops, torch_codecs)], ids=["cpu", "torch_ops"], autouse=True)
 def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run each test with the kernels of both kinds of device, over CPU memory; sizes are always worked out on the host."""
+    """Run each test with the kernels of both kinds of device, over CPU memory; sizes are always worked out on
+    the host.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "on", lambda device: request.param[0])
-        patch.setattr(kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else request.param[1])
+        patch.setattr(
+            kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else request.param[1]
+        )
         yield
 
 
 def make_frame(head: FrameHead = EXPECT) -> Tensor:
     """Return a small frame with a segment of each index codec, some streams padded."""
     writer = FrameWriter(head, "cpu")
-    writer.add(1000, 70_000, torch.tensor([0, 9, 65535, 65536, 69_999], dtype=torch.int32), torch.arange(5, dtype=torch.int16))
-    writer.add(80_000, 100_000, torch.tensor([65536, 99_999, 99_999], dtype=torch.int32)[:2], torch.tensor([-1, 0x7F81], dtype=torch.int16))
+    writer.add(
+        1000,
+        70_000,
+        torch.tensor([0, 9, 65535, 65536, 69_999], dtype=torch.int32),
+        torch.arange(5, dtype=torch.int16),
+    )
+    writer.add(
+        80_000,
+        100_000,
+        torch.tensor([65536, 99_999, 99_999], dtype=torch.int32)[:2],
+        torch.tensor([-1, 0x7F81], dtype=torch.int16),
+    )
     writer.add_dense(190_000, torch.arange(7, dtype=torch.int16))
     return writer.finish()
 
@@ -73,10 +117,23 @@ def test_a_frame_comes_back() -> None:
     assert len(frame) % 8 == 0
     assert read_head(frame) == EXPECT
     first, second, third = read_frame(frame, EXPECT)
-    assert (first.first, first.length, first.positions.tolist()) == (1000, 70_000, [0, 9, 65535, 65536, 69_999])
+    assert (first.first, first.length, first.positions.tolist()) == (
+        1000,
+        70_000,
+        [0, 9, 65535, 65536, 69_999],
+    )
     assert first.values.tolist() == [*range(5)]
-    assert (second.first, second.positions.tolist(), second.values.tolist()) == (80_000, [65536, 99_999], [-1, 0x7F81])
-    assert (third.first, third.length, third.positions, third.values.tolist()) == (190_000, 7, None, [*range(7)])
+    assert (second.first, second.positions.tolist(), second.values.tolist()) == (
+        80_000,
+        [65536, 99_999],
+        [-1, 0x7F81],
+    )
+    assert (third.first, third.length, third.positions, third.values.tolist()) == (
+        190_000,
+        7,
+        None,
+        [*range(7)],
+    )
 
 
 def test_the_layout_is_the_one_specified() -> None:
@@ -94,17 +151,26 @@ def test_the_layout_is_the_one_specified() -> None:
 
 
 positions_of = {
-    "none": lambda length: np.arange(0), "first": lambda length: np.array([0]), "last": lambda length: np.array([length - 1]),
-    "all": np.arange, "ends": lambda length: np.unique([0, length - 1]), "every third": lambda length: np.arange(0, length, 3),
-    "border": lambda length: np.arange(65534, min(length, 65538)), "rare": lambda length: np.arange(length // 2, length, 5000),
-}  # fmt: skip
+    "none": lambda length: np.arange(0),
+    "first": lambda length: np.array([0]),
+    "last": lambda length: np.array([length - 1]),
+    "all": np.arange,
+    "ends": lambda length: np.unique([0, length - 1]),
+    "every third": lambda length: np.arange(0, length, 3),
+    "border": lambda length: np.arange(65534, min(length, 65538)),
+    "rare": lambda length: np.arange(length // 2, length, 5000),
+}
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([1, 2, 4, 8]),
     st.lists(
-        st.tuples(st.sampled_from([1, 2, 9, 65535, 65536, 65537, 1 << 20]), st.sampled_from([*positions_of, "dense"]), st.integers(0, 3)),
+        st.tuples(
+            st.sampled_from([1, 2, 9, 65535, 65536, 65537, 1 << 20]),
+            st.sampled_from([*positions_of, "dense"]),
+            st.integers(0, 3),
+        ),
         max_size=5,
     ),
     st.sampled_from([0, 5, 1 << 40]),
@@ -115,8 +181,12 @@ def test_any_frame_comes_back(width: int, parts: list[tuple[int, str, int]], sta
     writer = FrameWriter(head, "cpu")
     for length, kind, gap in parts:
         at += gap
-        positions = torch.from_numpy(positions_of["all" if kind == "dense" else kind](length).astype(np.int32))
-        bits = torch.from_numpy(rng.integers(0, 256, (len(positions) + 1) * width, np.uint8)).view(BITS[width])[:-1]
+        positions = torch.from_numpy(
+            positions_of["all" if kind == "dense" else kind](length).astype(np.int32)
+        )
+        bits = torch.from_numpy(rng.integers(0, 256, (len(positions) + 1) * width, np.uint8)).view(
+            BITS[width]
+        )[:-1]
         if kind == "dense":
             writer.add_dense(at, bits)
         else:
@@ -125,10 +195,14 @@ def test_any_frame_comes_back(width: int, parts: list[tuple[int, str, int]], sta
         at += length
     frame = writer.finish()
     assert len(frame) > 0 if added else len(frame) == 0
-    for got, (first, length, positions, bits) in zip(read_frame(frame, head) if added else [], added, strict=True):
+    for got, (first, length, positions, bits) in zip(
+        read_frame(frame, head) if added else [], added, strict=True
+    ):
         assert (got.first, got.length) == (first, length)
         assert torch.equal(got.values, bits)
-        assert torch.equal(torch.arange(length, dtype=torch.int32) if got.positions is None else got.positions, positions)
+        assert torch.equal(
+            torch.arange(length, dtype=torch.int32) if got.positions is None else got.positions, positions
+        )
 
 
 def test_the_writer_copies_changes_at_once_and_dense_segments_when_it_finishes() -> None:
@@ -142,7 +216,11 @@ def test_the_writer_copies_changes_at_once_and_dense_segments_when_it_finishes()
     frame = writer.finish()
     whole.zero_()
     sparse, dense = read_frame(frame, EXPECT)
-    assert (sparse.positions.tolist(), sparse.values.tolist(), dense.values.tolist()) == ([3, 4], [5, 6], [5, 6])
+    assert (sparse.positions.tolist(), sparse.values.tolist(), dense.values.tolist()) == (
+        [3, 4],
+        [5, 6],
+        [5, 6],
+    )
 
 
 @pytest.mark.parametrize(("ratio", "last"), [(1.0, 49_997), (0.5, 24_997)])
@@ -152,7 +230,13 @@ def test_segments_are_sent_whole_where_that_is_smaller(ratio: float, last: int) 
     for count, pair in ((1, "i32+raw"), (last, "u16+raw"), (last + 1, "dense+raw"), (100_000, "dense+raw")):
         writer = FrameWriter(EXPECT, "cpu", CodecSelector(sparse_bytes_ratio=ratio))
         whole[:count] = 0
-        writer.add(1000, 100_000, torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int16), whole=lambda: whole)
+        writer.add(
+            1000,
+            100_000,
+            torch.arange(count, dtype=torch.int32),
+            torch.zeros(count, dtype=torch.int16),
+            whole=lambda: whole,
+        )
         assert writer.codecs == {pair: 1}
         (segment,) = read_frame(writer.finish(), EXPECT)
         assert segment.values[:count].eq(0).all() and segment.values[count:].eq(7).all()
@@ -168,7 +252,12 @@ def test_the_writer_refuses_segments_out_of_place() -> None:
     writer = FrameWriter(EXPECT, "cpu")
     with pytest.raises(ValueError, match="takes"):
         writer.add(1000, 5, one, bit.long())
-    for positions, values in ((one, bit.repeat(2)), (None, bit), (None, bit.repeat(6)), (one.repeat(6), bit.repeat(6))):
+    for positions, values in (
+        (one, bit.repeat(2)),
+        (None, bit),
+        (None, bit.repeat(6)),
+        (one.repeat(6), bit.repeat(6)),
+    ):
         with pytest.raises(ValueError, match="positions"):
             writer.add(1000, 5, positions, values)
     assert not writer.finish().numel()
@@ -186,12 +275,18 @@ def test_a_frame_at_any_address() -> None:
 def test_a_table_longer_than_the_first_look() -> None:
     writer = FrameWriter(EXPECT, "cpu")
     for i in range(1000):
-        writer.add(1000 + 10 * i, 10, torch.tensor([i % 10], dtype=torch.int32), torch.tensor([i], dtype=torch.int16))
+        writer.add(
+            1000 + 10 * i, 10, torch.tensor([i % 10], dtype=torch.int32), torch.tensor([i], dtype=torch.int16)
+        )
     assert [segment.values.item() for segment in read_frame(writer.finish(), EXPECT)] == list(range(1000))
 
 
 def test_what_is_no_tensor_of_bytes_is_the_callers_fault() -> None:
-    for wrong in (torch.zeros(100), torch.zeros(2, 100, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)[::2]):
+    for wrong in (
+        torch.zeros(100),
+        torch.zeros(2, 100, dtype=torch.uint8),
+        torch.zeros(200, dtype=torch.uint8)[::2],
+    ):
         with pytest.raises(ValueError, match="contiguous uint8"):
             read_frame(wrong, EXPECT)
 
@@ -239,9 +334,13 @@ def test_every_cut_and_extension_is_caught() -> None:
 # Intent: the checksum fits, so that everything else has to hold on its own.
 
 
-@pytest.mark.parametrize("field", sorted(set(HEAD.names) - {"checksum", "lineage", "base", "version", "segments"}))
+@pytest.mark.parametrize(
+    "field", sorted(set(HEAD.names) - {"checksum", "lineage", "base", "version", "segments"})
+)
 def test_hostile_heads(field: str) -> None:
-    """A wrong number anywhere in the head is refused; two frames that changed places have each other's number."""
+    """A wrong number anywhere in the head is refused; two frames that changed places have each other's
+    number.
+    """
     frame = make_frame().numpy()
     for value in [b"DTEX"] if field == "magic" else HOSTILE:
         row = frame[: HEAD.itemsize].copy().view(HEAD)
@@ -256,12 +355,17 @@ def test_hostile_heads(field: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"lineage": 0}, VersionRestart), ({"lineage": 0, "base": 9, "version": 10}, VersionRestart), ({"base": 8, "version": 9}, VersionGap),
-        ({"base": 2**63 - 2, "version": 2**63 - 1}, VersionGap), ({"base": 6, "version": 7}, VersionReplay),
-        ({"base": -(2**63), "version": -(2**63)}, VersionReplay), ({"base": 7, "version": 7}, VersionReplay),
-        ({"base": 7, "version": 9}, VersionError), ({"base": 6, "version": 8}, VersionError),
+        ({"lineage": 0}, VersionRestart),
+        ({"lineage": 0, "base": 9, "version": 10}, VersionRestart),
+        ({"base": 8, "version": 9}, VersionGap),
+        ({"base": 2**63 - 2, "version": 2**63 - 1}, VersionGap),
+        ({"base": 6, "version": 7}, VersionReplay),
+        ({"base": -(2**63), "version": -(2**63)}, VersionReplay),
+        ({"base": 7, "version": 7}, VersionReplay),
+        ({"base": 7, "version": 9}, VersionError),
+        ({"base": 6, "version": 8}, VersionError),
     ],
-)  # fmt: skip
+)
 def test_wrong_versions_are_told_apart(changes: dict[str, int], kind: type[Exception]) -> None:
     frame = make_frame(replace(EXPECT, **changes))
     with pytest.raises(kind) as caught:
@@ -277,14 +381,20 @@ def test_another_schema_is_no_question_of_versions() -> None:
 @pytest.mark.parametrize("entry", [0, 1, 2])
 @pytest.mark.parametrize("field", list(ENTRY.names))
 def test_hostile_tables(entry: int, field: str) -> None:
-    """A wrong number in the table is refused; one that could be right (a place, bits taken for distances) leaves everything in bounds."""
+    """A wrong number in the table is refused; one that could be right (a place, bits taken for distances)
+    leaves everything in bounds.
+    """
     frame = make_frame().numpy()
     for value in HOSTILE:
         table = frame[HEAD.itemsize : HEAD.itemsize + 3 * ENTRY.itemsize].copy().view(ENTRY)
         if value == table[field][entry] or value > np.iinfo(table[field].dtype).max:
             continue
         table[field][entry] = value
-        hostile = seal(np.concatenate([frame[: HEAD.itemsize], table.view(np.uint8), frame[HEAD.itemsize + 3 * ENTRY.itemsize :]]))
+        hostile = seal(
+            np.concatenate(
+                [frame[: HEAD.itemsize], table.view(np.uint8), frame[HEAD.itemsize + 3 * ENTRY.itemsize :]]
+            )
+        )
         if (field in {"first", "length"} and entry < 2) or (field, value) == ("value", 1):
             try:
                 check_invariants(read_frame(hostile, EXPECT))
@@ -303,17 +413,26 @@ def test_hostile_numbers_of_segments(segments: int) -> None:
 
 def entry_changes() -> list[tuple[str, list[tuple[int, str, int]]]]:
     return [
-        ("overlap", [(1, "first", 70_999)]), ("same place", [(1, "first", 1000)]), ("order", [(0, "first", 80_000), (1, "first", 1000)]),
-        ("before the chunk", [(0, "first", 999)]), ("behind the chunk", [(2, "first", 200_994)]), ("no elements", [(0, "length", 0)]),
-        ("more changes than elements", [(2, "length", 6)]), ("fewer changes than elements", [(2, "length", 8)]),
-        ("out of range", [(0, "length", 69_999)]), ("another count of blocks", [(0, "length", 60_000)]),
+        ("overlap", [(1, "first", 70_999)]),
+        ("same place", [(1, "first", 1000)]),
+        ("order", [(0, "first", 80_000), (1, "first", 1000)]),
+        ("before the chunk", [(0, "first", 999)]),
+        ("behind the chunk", [(2, "first", 200_994)]),
+        ("no elements", [(0, "length", 0)]),
+        ("more changes than elements", [(2, "length", 6)]),
+        ("fewer changes than elements", [(2, "length", 8)]),
+        ("out of range", [(0, "length", 69_999)]),
+        ("another count of blocks", [(0, "length", 60_000)]),
         ("bytes from one stream to the next", [(0, "index_bytes", 26), (0, "value_bytes", 2)]),
-        ("swapped codecs", [(0, "index", 1), (1, "index", 2)]), ("sparse as dense", [(0, "index", 0)]),
+        ("swapped codecs", [(0, "index", 1), (1, "index", 2)]),
+        ("sparse as dense", [(0, "index", 0)]),
         ("unknown codec", [(0, "value", 9)]),
-    ]  # fmt: skip
+    ]
 
 
-@pytest.mark.parametrize("changes", [changes for _, changes in entry_changes()], ids=[name for name, _ in entry_changes()])
+@pytest.mark.parametrize(
+    "changes", [changes for _, changes in entry_changes()], ids=[name for name, _ in entry_changes()]
+)
 def test_tables_that_contradict_themselves(changes: list[tuple[int, str, int]]) -> None:
     frame = make_frame().numpy()
     for entry, field, value in changes:
@@ -321,7 +440,9 @@ def test_tables_that_contradict_themselves(changes: list[tuple[int, str, int]]) 
     refused(seal(frame))
 
 
-@pytest.mark.parametrize("positions", [[-1, 5], [5, 5], [6, 5], [5, 100_000], [5, -1], [-(2**31), 2**31 - 1], [2**31 - 1, 5]])
+@pytest.mark.parametrize(
+    "positions", [[-1, 5], [5, 5], [6, 5], [5, 100_000], [5, -1], [-(2**31), 2**31 - 1], [2**31 - 1, 5]]
+)
 def test_hostile_i32_positions(positions: list[int]) -> None:
     frame = make_frame().numpy()
     at = bytes(frame).index(np.array([65536, 99_999], "<i4").tobytes())
@@ -334,18 +455,35 @@ def test_hostile_i32_positions(positions: list[int]) -> None:
     [
         *[
             ([3, 2], offsets)
-            for offsets in ([9, 0, 65535, 0, 4463], [0, 0, 65535, 0, 4463], [0, 9, 65535, 4463, 0], [0, 9, 65535, 0, 4464])
+            for offsets in (
+                [9, 0, 65535, 0, 4463],
+                [0, 0, 65535, 0, 4463],
+                [0, 9, 65535, 4463, 0],
+                [0, 9, 65535, 0, 4464],
+            )
         ],
         *[
             (counts, [0, 9, 65535, 0, 4463])
-            for counts in ([2, 3], [4, 1], [3, 3], [3, 1], [0, 0], [2**32 - 1, 6], [2**31, 5], [65537, 2], [2**32 - 65533, 2])
+            for counts in (
+                [2, 3],
+                [4, 1],
+                [3, 3],
+                [3, 1],
+                [0, 0],
+                [2**32 - 1, 6],
+                [2**31, 5],
+                [65537, 2],
+                [2**32 - 65533, 2],
+            )
         ],
     ],
 )
 def test_hostile_u16_positions(counts: list[int], offsets: list[int]) -> None:
     frame = make_frame().numpy()
     at = HEAD.itemsize + 3 * ENTRY.itemsize
-    frame[at : at + 18] = np.concatenate([np.array(counts, "<u4").view(np.uint8), np.array(offsets, "<u2").view(np.uint8)])
+    frame[at : at + 18] = np.concatenate(
+        [np.array(counts, "<u4").view(np.uint8), np.array(offsets, "<u2").view(np.uint8)]
+    )
     refused(seal(frame))
 
 

@@ -1,4 +1,6 @@
-"""Frames of every pair of codecs: what they say comes back bit for bit for those who hold the base, and hostile ones do no harm."""
+"""Frames of every pair of codecs: what they say comes back bit for bit for those who hold the base, and
+hostile ones do no harm.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,17 @@ from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 from dte_dist.tensors.flat import BITS
 from tests.unit.test_frame import HOSTILE, seal
 
-PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]
+PAIRS = [
+    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
+]
 CHOICES = [*PAIRS, "fast", "small", "auto"]
-HEAD_OF = FrameHead(schema=5, lineage=6, base=7, version=8, source=3, number=1, count=4, width=2, first=0, length=1 << 20)
+HEAD_OF = FrameHead(
+    schema=5, lineage=6, base=7, version=8, source=3, number=1, count=4, width=2, first=0, length=1 << 20
+)
 ALL = {
-    1: np.arange(256, dtype=np.uint8).view(np.uint8), 2: np.arange(1 << 16, dtype=np.uint16).view(np.int16),
-}  # fmt: skip
+    1: np.arange(256, dtype=np.uint8).view(np.uint8),
+    2: np.arange(1 << 16, dtype=np.uint16).view(np.int16),
+}
 
 
 @pytest.fixture(params=[(cpu, cpu_codecs), (torch_ops, torch_codecs)], ids=["cpu", "torch_ops"])
@@ -37,7 +44,9 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a test with the kernels of both kinds of device, over CPU memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "on", lambda device: request.param[0])
-        patch.setattr(kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else request.param[1])
+        patch.setattr(
+            kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else request.param[1]
+        )
         yield
 
 
@@ -46,7 +55,9 @@ def chooser_of(codec: str) -> CodecSelector:
 
 
 def write(writer: FrameWriter, selector: CodecSelector, first: int, known: Tensor, new: Tensor) -> None:
-    """Add what differs between two states of a segment, as a source does, whose memory is used again at once."""
+    """Add what differs between two states of a segment, as a source does, whose memory is used again at
+    once.
+    """
     where = (known != new).nonzero().view(-1)
     positions, values = None if len(where) == len(known) else where.to(torch.int32), new[where]
     relative = selector.relative(known.element_size())
@@ -61,9 +72,13 @@ def write(writer: FrameWriter, selector: CodecSelector, first: int, known: Tenso
 def applied(segment: Segment, known: Tensor) -> Tensor:
     """Return the new state of a segment's elements."""
     bits = known.clone()
-    positions = torch.arange(len(known), dtype=torch.int32) if segment.positions is None else segment.positions
+    positions = (
+        torch.arange(len(known), dtype=torch.int32) if segment.positions is None else segment.positions
+    )
     assert len(positions) == len(segment.values)
-    bits[positions.long()] = torch_codecs.add(known[positions.long()], segment.values) if segment.relative else segment.values
+    bits[positions.long()] = (
+        torch_codecs.add(known[positions.long()], segment.values) if segment.relative else segment.values
+    )
     return bits
 
 
@@ -72,14 +87,17 @@ def random_bits(rng: np.random.Generator, count: int, width: int) -> Tensor:
 
 
 def moved(rng: np.random.Generator, known: Tensor, where: np.ndarray, kind: str) -> Tensor:
-    """Return a state that differs from the known one at some places: by steps of training, by any bits, by NaNs, by the extremes."""
+    """Return a state that differs from the known one at some places: by steps of training, by any bits, by
+    NaNs, by the extremes.
+    """
     width, count = known.element_size(), int(where.sum())
     top = 1 << (8 * width - 1)
     distances = {
-        "steps": rng.geometric(0.7, count) * rng.choice([-1, 1], count), "any": rng.integers(-top, top - 1, count),
+        "steps": rng.geometric(0.7, count) * rng.choice([-1, 1], count),
+        "any": rng.integers(-top, top - 1, count),
         "far": rng.choice(np.array([-top, top - 1, 127, 128, -128, 256, 257, 300, 1], np.int64), count),
         "scale": rng.integers(1, min(top, 3000), count),
-    }  # fmt: skip
+    }
     wrapped = distances[kind] if width == 8 else (distances[kind] + top) % (2 * top) - top
     signed = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[width]
     new = known.clone()
@@ -89,12 +107,17 @@ def moved(rng: np.random.Generator, known: Tensor, where: np.ndarray, kind: str)
 
 
 WHERE = {
-    "one": lambda rng, n: np.arange(n) == n // 2, "first": lambda rng, n: np.arange(n) == 0, "last": lambda rng, n: np.arange(n) == n - 1,
-    "all": lambda rng, n: np.ones(n, bool), "all but one": lambda rng, n: np.arange(n) != n // 3,
-    "run": lambda rng, n: (np.arange(n) > n // 4) & (np.arange(n) < n // 2), "rare": lambda rng, n: rng.random(n) < 0.003,
-    "some": lambda rng, n: rng.random(n) < 0.1, "many": lambda rng, n: rng.random(n) < 0.6,
+    "one": lambda rng, n: np.arange(n) == n // 2,
+    "first": lambda rng, n: np.arange(n) == 0,
+    "last": lambda rng, n: np.arange(n) == n - 1,
+    "all": lambda rng, n: np.ones(n, bool),
+    "all but one": lambda rng, n: np.arange(n) != n // 3,
+    "run": lambda rng, n: (np.arange(n) > n // 4) & (np.arange(n) < n // 2),
+    "rare": lambda rng, n: rng.random(n) < 0.003,
+    "some": lambda rng, n: rng.random(n) < 0.1,
+    "many": lambda rng, n: rng.random(n) < 0.6,
     "alternating": lambda rng, n: rng.random(n) < np.where(np.arange(n) // 999 % 2, 0.9, 0.001),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("codec", CHOICES)
@@ -123,7 +146,9 @@ def test_every_kind_of_change(kernel: None, codec: str, width: int) -> None:
 @pytest.mark.parametrize("codec", PAIRS)
 @pytest.mark.parametrize("width", [1, 2])
 def test_all_bits(kernel: None, codec: str, width: int) -> None:
-    """From any bit pattern to the next one of a permutation: NaNs of all payloads, zeros of both signs, infinities."""
+    """From any bit pattern to the next one of a permutation: NaNs of all payloads, zeros of both signs,
+    infinities.
+    """
     known = torch.from_numpy(ALL[width].copy())
     for step in (1, 77, len(known) // 2):
         new, head, selector = known.roll(step), replace(HEAD_OF, width=width), chooser_of(codec)
@@ -140,7 +165,9 @@ def test_a_pair_is_used_where_it_was_asked_for(codec: str) -> None:
     writer = FrameWriter(HEAD_OF, "cpu", selector)
     write(writer, selector, 0, known, moved(rng, known, rng.random(100_000) < 0.02, "steps"))
     assert writer.codecs == {codec.replace("again", "ef"): 1}  # there was no delta before
-    assert all(segment.relative == (not codec.endswith("raw")) for segment in read_frame(writer.finish(), HEAD_OF))
+    assert all(
+        segment.relative == (not codec.endswith("raw")) for segment in read_frame(writer.finish(), HEAD_OF)
+    )
 
 
 def test_both_kinds_of_device_write_the_same_frame() -> None:
@@ -152,7 +179,11 @@ def test_both_kinds_of_device_write_the_same_frame() -> None:
         for on, codecs in ((cpu, cpu_codecs), (torch_ops, torch_codecs)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kernels, "on", lambda device, on=on: on)
-                patch.setattr(kernels, "codecs_on", lambda device, codecs=codecs: cpu_codecs if isinstance(device, str) else codecs)
+                patch.setattr(
+                    kernels,
+                    "codecs_on",
+                    lambda device, codecs=codecs: cpu_codecs if isinstance(device, str) else codecs,
+                )
                 writer = FrameWriter(head, "cpu", selector)
                 write(writer, selector, 0, known, new)
                 frames.append(writer.finish())
@@ -183,7 +214,13 @@ def frame_of_all() -> Tensor:
         selector = chooser_of(pair)
         writer._chooser = selector
         known = random_bits(rng, 300, 2)
-        write(writer, selector, at, known, moved(rng, known, rng.random(300) < 0.1, "far" if len(frames) % 2 else "steps"))
+        write(
+            writer,
+            selector,
+            at,
+            known,
+            moved(rng, known, rng.random(300) < 0.1, "far" if len(frames) % 2 else "steps"),
+        )
         at += 300
     return writer.finish()
 
@@ -198,13 +235,17 @@ def check_invariants(segments: list[Segment]) -> None:
         if segment.positions is None:
             assert len(segment.values) == segment.length
         else:
-            assert len(segment.values) == len(segment.positions) > 0 and segment.positions.dtype == torch.int32
+            assert (
+                len(segment.values) == len(segment.positions) > 0 and segment.positions.dtype == torch.int32
+            )
             assert segment.positions.diff().gt(0).all()
             assert 0 <= segment.positions[0] <= segment.positions[-1] < segment.length
 
 
 def read_or_refuse(frame: Tensor) -> None:
-    """Read a frame, with its streams of u16 as they are too: the verdict is the same, and so is what is read."""
+    """Read a frame, with its streams of u16 as they are too: the verdict is the same, and so is what is
+    read.
+    """
     try:
         segments = read_frame(frame, HEAD_OF)
     except (FrameError, VersionError) as error:
@@ -219,7 +260,11 @@ def same_packed(segments: list[Segment], packed: list[Segment]) -> None:
     """What was read with positions unpacked is what was read without."""
     for one, other in zip(segments, packed, strict=True):
         assert (one.first, one.length, one.relative) == (other.first, other.length, other.relative)
-        assert torch.equal(one.values, other.values) and not one.packed and (one.positions is None) == (other.positions is None)
+        assert (
+            torch.equal(one.values, other.values)
+            and not one.packed
+            and (one.positions is None) == (other.positions is None)
+        )
         if one.positions is not None:
             assert torch.equal(one.positions, other.unpacked())
 
@@ -232,7 +277,9 @@ def test_positions_of_u16_may_be_left_as_they_are(kernel: None) -> None:
     left = [segment.positions for segment in segments if segment.packed and segment.positions is not None]
     assert len(left) == sum(pair.startswith("u16") for pair in PAIRS)
     memory = frame.untyped_storage().data_ptr()
-    assert all(lineage.dtype == torch.uint8 and lineage.untyped_storage().data_ptr() == memory for lineage in left)
+    assert all(
+        lineage.dtype == torch.uint8 and lineage.untyped_storage().data_ptr() == memory for lineage in left
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -245,13 +292,19 @@ def test_any_sealed_damage_is_refused_or_harmless(damage: list[tuple[int, int]])
         with pytest.MonkeyPatch.context() as patch:
             sealed = seal(frame)
             patch.setattr(kernels, "on", lambda device, on=on: on)
-            patch.setattr(kernels, "codecs_on", lambda device, codecs=codecs: cpu_codecs if isinstance(device, str) else codecs)
+            patch.setattr(
+                kernels,
+                "codecs_on",
+                lambda device, codecs=codecs: cpu_codecs if isinstance(device, str) else codecs,
+            )
             read_or_refuse(sealed)
 
 
 @pytest.mark.parametrize("field", list(ENTRY.names))
 def test_hostile_tables(kernel: None, field: str) -> None:
-    """Any number in any entry of the table, with a checksum that fits: refused, or everything is in bounds."""
+    """Any number in any entry of the table, with a checksum that fits: refused, or everything is in
+    bounds.
+    """
     frame = frame_of_all().numpy().copy()
     segments = int(frame[: HEAD.itemsize].view(HEAD)["segments"][0])
     table = frame[HEAD.itemsize : HEAD.itemsize + segments * ENTRY.itemsize].view(ENTRY)

@@ -1,8 +1,8 @@
 """Whatever comes from other ranks, damaged at random: a reader returns the right thing, or refuses.
 
 Where a checksum or a guard goes with the input it is left as it was, and then nothing but what was sent may
-come out; or it is mended, as a program with a fault would have written it, and then whatever comes out must be
-safe to work with. Inputs are small, and so is the memory that reading may take.
+come out; or it is mended, as a program with a fault would have written it, and then whatever comes out must
+be safe to work with. Inputs are small, and so is the memory that reading may take.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from dte_dist import Payload, kernels
-from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, PreviousDelta, Segment, read_frame, read_head
+from dte_dist.codec import (
+    CodecSelector,
+    FrameHead,
+    FrameWriter,
+    PreviousDelta,
+    Segment,
+    read_frame,
+    read_head,
+)
 from dte_dist.codec.header import CHECKSUM_WORD
 from dte_dist.engine.payload import (
     HEADER,
@@ -101,7 +109,9 @@ class Case:
         self.segments = said(read_frame(self.frame, self.expect, self.history))
         self.data = self.frame.numpy().tobytes()
 
-    def _written(self, rng: np.random.Generator, selector: CodecSelector, head: FrameHead, width: int) -> Tensor:
+    def _written(
+        self, rng: np.random.Generator, selector: CodecSelector, head: FrameHead, width: int
+    ) -> Tensor:
         writer = FrameWriter(head, CPU, selector, self.writer_history)
         for first, length, density in (
             (1000, 300, 0.2),
@@ -295,7 +305,10 @@ def descriptions() -> list[bytes]:
             "cpu:gloo",
         ).data,
         describe(
-            layout, Layout.from_tensors({"w": torch.zeros(3, 2)}), ChannelOptions(wire_dtype="receiver"), "cpu:gloo"
+            layout,
+            Layout.from_tensors({"w": torch.zeros(3, 2)}),
+            ChannelOptions(wire_dtype="receiver"),
+            "cpu:gloo",
         ).data,
     ]
 
@@ -534,15 +547,33 @@ BASE = {
 }
 OTHER_NAMES = ["w", "b", "w@delta_idx", "w@delta_val", "b@delta_idx", "@delta_val", HEADER, "x", "", 3, None]
 STRANGE: list[Any] = [
-    torch.zeros(3), torch.zeros(3, 4), torch.zeros(()), torch.tensor([3, 2]), torch.zeros(0), None, 3, "w",
-    torch.tensor([1, 1], dtype=torch.int32), torch.tensor([11], dtype=torch.int32),
-    torch.tensor([12], dtype=torch.int32), torch.tensor([-1, 3], dtype=torch.int32), torch.tensor([1 << 62]),
-    torch.tensor([(1 << 63) - 1]), torch.zeros(2, device="meta"), torch.zeros(2).to_sparse(),
-    torch.zeros(1).expand(1 << 40), torch.zeros(6, dtype=torch.int64), torch.zeros(2, dtype=torch.complex128),
-    torch.zeros(5, dtype=torch.bfloat16), torch.empty(0, 1 << 40), torch.arange(10, dtype=torch.int32)[::3],
-    torch.zeros(2, 3).t(), torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bool),
+    torch.zeros(3),
+    torch.zeros(3, 4),
+    torch.zeros(()),
+    torch.tensor([3, 2]),
+    torch.zeros(0),
+    None,
+    3,
+    "w",
+    torch.tensor([1, 1], dtype=torch.int32),
+    torch.tensor([11], dtype=torch.int32),
+    torch.tensor([12], dtype=torch.int32),
+    torch.tensor([-1, 3], dtype=torch.int32),
+    torch.tensor([1 << 62]),
+    torch.tensor([(1 << 63) - 1]),
+    torch.zeros(2, device="meta"),
+    torch.zeros(2).to_sparse(),
+    torch.zeros(1).expand(1 << 40),
+    torch.zeros(6, dtype=torch.int64),
+    torch.zeros(2, dtype=torch.complex128),
+    torch.zeros(5, dtype=torch.bfloat16),
+    torch.empty(0, 1 << 40),
+    torch.arange(10, dtype=torch.int32)[::3],
+    torch.zeros(2, 3).t(),
+    torch.zeros(3, 4, dtype=torch.bfloat16),
+    torch.zeros(2, dtype=torch.bool),
     torch.ones(2, requires_grad=True),
-]  # fmt: skip
+]
 
 
 def payload_of_tensors(rng: Random) -> str:
@@ -585,12 +616,23 @@ def payload_of_tensors(rng: Random) -> str:
 
 
 READERS: dict[Callable[[Random], str], int] = {
-    frame_as_it_came: 3000, frame_with_its_checksum_mended: 4000, frame_on_a_device: 800,
-    manifest_as_it_came: 3000, manifest_with_other_json: 3000, description_as_it_came: 3000,
-    description_with_other_json: 3000, numbers_of_an_opening: 3000, control_rows: 5000,
-    rows_of_a_meeting: 3000, guarded_row: 5000, notes_in_the_store: 3000, errors_of_others: 3000,
-    described: 3000, pieces_as_they_came: 1500, payload_of_tensors: 4000,
-}  # fmt: skip
+    frame_as_it_came: 3000,
+    frame_with_its_checksum_mended: 4000,
+    frame_on_a_device: 800,
+    manifest_as_it_came: 3000,
+    manifest_with_other_json: 3000,
+    description_as_it_came: 3000,
+    description_with_other_json: 3000,
+    numbers_of_an_opening: 3000,
+    control_rows: 5000,
+    rows_of_a_meeting: 3000,
+    guarded_row: 5000,
+    notes_in_the_store: 3000,
+    errors_of_others: 3000,
+    described: 3000,
+    pieces_as_they_came: 1500,
+    payload_of_tensors: 4000,
+}
 """How many inputs of each are read in the suite: less than a minute for all, on a slow machine."""
 
 READABLE = {"read", "decided", "sound", "an error", "applied"}

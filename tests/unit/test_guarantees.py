@@ -1,4 +1,6 @@
-"""Unit tier: docs/guarantees.md has every sentence of what the README guarantees, and only tests that exist."""
+"""Unit tier: docs/guarantees.md has every sentence of what the README guarantees, and only tests that
+exist.
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,14 @@ from tests.unit.test_snapshot import exact
 from tests.unit.test_states import STREAM, Pair, same_bits
 
 FILES = (
-    "detect/snapshot.py", "sync/source.py", "sync/version.py", "codec/previous_delta.py", "sync/receiver.py", "sync/staging.py",
+    "detect/snapshot.py",
+    "sync/source.py",
+    "sync/version.py",
+    "codec/previous_delta.py",
+    "sync/receiver.py",
+    "sync/staging.py",
     "engine/tracker.py",
-)  # fmt: skip
+)
 """All that holds something between syncs."""
 
 OLD = {"a": torch.arange(60.0), "b": torch.arange(20).bfloat16()}

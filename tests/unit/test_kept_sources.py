@@ -20,12 +20,16 @@ def source(names: str = "wv", rows: int = 4, *, first: bool = True) -> tuple[Sou
     """A source that holds the first rows of some tensors; another one holds the rest of their eight rows."""
     parts = [(0, rows), (rows, 8)] if rows < 8 else [(0, 8)]
     layouts = [
-        Layout.from_views([(name, torch.ones(end - begin, 3), (8, 3), (begin, 0)) for name in names]) for begin, end in parts
+        Layout.from_views([(name, torch.ones(end - begin, 3), (8, 3), (begin, 0)) for name in names])
+        for begin, end in parts
     ]
     whole = Layout.from_tensors({name: torch.zeros(8, 3) for name in names})
     holdings = {rank: RankLayout(layout.manifest, (), None) for rank, layout in enumerate(layouts)}
     model = ModelMap(holdings, {9: RankLayout(whole.manifest, ())})
-    totals = {rank: {width: space.numel for width, space in spaces.items()} for rank, spaces in model.source_spaces.items()}
+    totals = {
+        rank: {width: space.numel for width, space in spaces.items()}
+        for rank, spaces in model.source_spaces.items()
+    }
     state = Source(layouts[0], model, 0, ChunkPlan(totals, 4096), 7)
     if first:
         state.prepare(1, True, Phases())

@@ -37,9 +37,18 @@ def make_tensors(width: int, seed: int = 0) -> list[Tensor]:
         return random_bits(int(np.prod(shape)), width, seed + sum(shape)).view(FLOATS[width]).view(shape)
 
     return [
-        make(3, 5), make(0, 4), make(200)[1:], make(7, 40).t(), make(), make(6, 9)[:, 2:5], make(2, 3, 4).permute(2, 0, 1), make(1),
-        make(129), make(0), make(64)[3:],
-    ]  # fmt: skip
+        make(3, 5),
+        make(0, 4),
+        make(200)[1:],
+        make(7, 40).t(),
+        make(),
+        make(6, 9)[:, 2:5],
+        make(2, 3, 4).permute(2, 0, 1),
+        make(1),
+        make(129),
+        make(0),
+        make(64)[3:],
+    ]
 
 
 def bits_of(tensors: list[Tensor], width: int) -> np.ndarray:
@@ -52,7 +61,13 @@ def versions(tensors: list[Tensor]) -> list[int]:
 
 def some_ranges(total: int) -> list[tuple[int, int]]:
     borders = np.random.default_rng(1).integers(0, total + 1, (40, 2))
-    return [(0, total), (0, 0), (total, total), (14, 16), *((int(min(pair)), int(max(pair))) for pair in borders)]
+    return [
+        (0, total),
+        (0, 0),
+        (total, total),
+        (14, 16),
+        *((int(min(pair)), int(max(pair))) for pair in borders),
+    ]
 
 
 @both
@@ -80,7 +95,9 @@ def test_write(kernel: ModuleType, width: int) -> None:
         expected[begin:end] = new.numpy()
         assert np.array_equal(bits_of(tensors, width), expected)
         touched = set(flat.spans(begin, end)[0].tolist())
-        assert {i for i, (a, b) in enumerate(zip(before, versions(tensors), strict=True)) if a != b} == touched
+        assert {
+            i for i, (a, b) in enumerate(zip(before, versions(tensors), strict=True)) if a != b
+        } == touched
 
 
 @both
@@ -107,7 +124,9 @@ def test_advance(kernel: ModuleType, width: int, density: float) -> None:
 
 @both
 def test_advance_looks_at_bits(kernel: ModuleType) -> None:
-    """NaNs that stay are no change; a zero that only changes its sign is one, and so is a NaN that changes its payload."""
+    """NaNs that stay are no change; a zero that only changes its sign is one, and so is a NaN that changes
+    its payload.
+    """
     live = torch.tensor([0x7FC0, 0x7F81, -1, -0x8000, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
     known = torch.tensor([0x7FC0, 0x7F81, -1, 0, 0x7FC0], dtype=torch.int16)
     positions, (old, new) = torch.zeros(5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int16).unbind()
@@ -132,14 +151,20 @@ def test_scatter(kernel: ModuleType, width: int, order: str, counter: torch.dtyp
         expected[positions] = new.numpy()
         assert np.array_equal(bits_of(tensors, width), expected)
         touched = set(np.searchsorted(flat.starts, positions, side="right") - 1)
-        assert {i for i, (a, b) in enumerate(zip(before, versions(tensors), strict=True)) if a != b} == touched
+        assert {
+            i for i, (a, b) in enumerate(zip(before, versions(tensors), strict=True)) if a != b
+        } == touched
 
 
 @both
 @pytest.mark.parametrize("small", [0, 20, 1 << 16])
 @pytest.mark.parametrize("batch", [1, 64, 1 << 24])
-def test_tensors_of_all_sizes_and_dtypes(kernel: ModuleType, small: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors are gathered and written many at a time: of several dtypes, some strided, some made in inference mode."""
+def test_tensors_of_all_sizes_and_dtypes(
+    kernel: ModuleType, small: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small tensors are gathered and written many at a time: of several dtypes, some strided, some made in
+    inference mode.
+    """
     monkeypatch.setattr(torch_ops, "_SMALL", small)
     monkeypatch.setattr(torch_ops, "_BATCH", batch)
     rng, tensors = np.random.default_rng(4), []
@@ -156,11 +181,16 @@ def test_tensors_of_all_sizes_and_dtypes(kernel: ModuleType, small: int, batch: 
         out = torch.zeros(end - begin, dtype=torch.int16)
         kernel.read(flat, begin, out)
         assert np.array_equal(out.numpy(), expected[begin:end])
-        before, new = {number: tensors[number]._version for number in counted}, random_bits(end - begin, 2, seed=begin)
+        before, new = (
+            {number: tensors[number]._version for number in counted},
+            random_bits(end - begin, 2, seed=begin),
+        )
         kernel.write(flat, begin, new)
         expected[begin:end] = new.numpy()
         assert np.array_equal(bits_of(tensors, 2), expected)
-        assert {n for n in counted if tensors[n]._version != before[n]} == set(flat.spans(begin, end)[0].tolist()) & {*counted}
+        assert {n for n in counted if tensors[n]._version != before[n]} == set(
+            flat.spans(begin, end)[0].tolist()
+        ) & {*counted}
     for count in (1, 40, len(flat)):
         positions, new = rng.permutation(len(flat))[:count], random_bits(count, 2, seed=count)
         before = {number: tensors[number]._version for number in counted}
@@ -174,7 +204,10 @@ def test_tensors_of_all_sizes_and_dtypes(kernel: ModuleType, small: int, batch: 
 @both
 def test_autocast_has_no_say(kernel: ModuleType) -> None:
     tensors = make_tensors(1) + [tensor.view(torch.uint8) for tensor in make_tensors(1, 5)]
-    flat, out = FlatTensors(tensors, 1), torch.zeros(sum(tensor.numel() for tensor in tensors), dtype=torch.uint8)
+    flat, out = (
+        FlatTensors(tensors, 1),
+        torch.zeros(sum(tensor.numel() for tensor in tensors), dtype=torch.uint8),
+    )
     with torch.autocast("cpu"):
         kernel.read(flat, 0, out)
         kernel.write(flat, 0, out)
@@ -197,7 +230,9 @@ def test_any_strides(kernel: ModuleType) -> None:
         flat = FlatTensors(tensors, 2)
         bits = torch.arange(1, len(flat) + 1, dtype=torch.int16)
         kernel.write(flat, 0, bits)
-        assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]), bits), [(t.shape, t.stride()) for t in tensors]
+        assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]), bits), [
+            (t.shape, t.stride()) for t in tensors
+        ]
         found = torch.zeros_like(bits)
         kernel.read(flat, 0, found)
         assert torch.equal(found, bits)
@@ -208,14 +243,20 @@ def test_any_strides(kernel: ModuleType) -> None:
 @both
 @pytest.mark.parametrize("inside", [False, True])
 def test_inference_tensors(kernel: ModuleType, inside: bool) -> None:
-    """Inference tensors have no version counter; normal ones next to them do, whatever mode the caller is in."""
+    """Inference tensors have no version counter; normal ones next to them do, whatever mode the caller is
+    in.
+    """
     with torch.inference_mode():
         held = [torch.zeros(5), torch.zeros(4, 3).t()]
     normal = torch.zeros(3, 1), torch.zeros(1, 3).t()
     with torch.inference_mode(inside):
         flat = FlatTensors([held[0], *normal, held[1]], 4)
         kernel.write(flat, 1, torch.arange(16, dtype=torch.int32))
-        kernel.scatter(flat, torch.tensor([0, 6, 10, 22], dtype=torch.int32), torch.tensor([7, 8, 9, 10], dtype=torch.int32))
+        kernel.scatter(
+            flat,
+            torch.tensor([0, 6, 10, 22], dtype=torch.int32),
+            torch.tensor([7, 8, 9, 10], dtype=torch.int32),
+        )
         out = torch.zeros(23, dtype=torch.int32)
         kernel.read(flat, 0, out)
         assert out.tolist() == [7, *range(4), 4, 8, 6, 7, 8, 9, *range(10, 16), *[0] * 5, 10]
@@ -227,7 +268,9 @@ def test_parameters(kernel: ModuleType) -> None:
     """Leaves that require grad can be written, and autograd notices that a tensor it saved has changed."""
     weight = torch.nn.Parameter(torch.ones(4))
     loss = (weight * weight).sum()
-    kernel.scatter(FlatTensors([weight], 4), torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32))
+    kernel.scatter(
+        FlatTensors([weight], 4), torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    )
     assert weight.tolist() == [1, 0, 1, 1]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -281,11 +324,22 @@ def test_wrong_arrays_are_refused() -> None:
 @pytest.mark.parametrize(
     ("positions", "length", "sound"),
     [
-        ([], 0, True), ([0], 1, True), ([0], 0, False), ([0, 1, 5], 6, True), ([0, 1, 5], 5, False), ([-1, 1], 6, False),
-        ([1, 1], 6, False), ([2, 1], 6, False), ([0, 2**31 - 1], 2**31, True), ([0, 3, 2, 4], 9, False), ([5], 2**40, True),
+        ([], 0, True),
+        ([0], 1, True),
+        ([0], 0, False),
+        ([0, 1, 5], 6, True),
+        ([0, 1, 5], 5, False),
+        ([-1, 1], 6, False),
+        ([1, 1], 6, False),
+        ([2, 1], 6, False),
+        ([0, 2**31 - 1], 2**31, True),
+        ([0, 3, 2, 4], 9, False),
+        ([5], 2**40, True),
     ],
-)  # fmt: skip
-def test_sorted_below(kernel: ModuleType, positions: list[int], length: int, sound: bool, counter: torch.dtype) -> None:
+)
+def test_sorted_below(
+    kernel: ModuleType, positions: list[int], length: int, sound: bool, counter: torch.dtype
+) -> None:
     assert bool(kernel.sorted_below(torch.tensor(positions, dtype=counter), length)) is sound
 
 
@@ -298,10 +352,19 @@ def encode_reference(positions: np.ndarray, length: int) -> bytes:
 @pytest.mark.parametrize(
     ("positions", "length"),
     [
-        ([], 0), ([], 5), ([0], 1), ([65535], 65536), ([65535, 65536], 65537), ([65536], 70000), ([0, 1 << 20], (1 << 20) + 1),
-        ([2**31 - 2], 2**31 - 1), (range(65536), 65536), (range(65537), 200000), (range(100_000, 300_000), 1 << 20),
+        ([], 0),
+        ([], 5),
+        ([0], 1),
+        ([65535], 65536),
+        ([65535, 65536], 65537),
+        ([65536], 70000),
+        ([0, 1 << 20], (1 << 20) + 1),
+        ([2**31 - 2], 2**31 - 1),
+        (range(65536), 65536),
+        (range(65537), 200000),
+        (range(100_000, 300_000), 1 << 20),
     ],
-)  # fmt: skip
+)
 def test_u16(kernel: ModuleType, positions: list[int], length: int) -> None:
     array = np.array(positions, np.int32)
     lineage = kernel.encode_u16(torch.from_numpy(array), length)
@@ -326,11 +389,20 @@ def test_unsound_u16_streams(kernel: ModuleType) -> None:
     """Each is refused, and none makes a loop read or write beyond its arrays."""
     sound = np.frombuffer(encode_reference(np.array([3, 7, 65536, 131072, 131075]), 131080), np.uint8)
     unsound = [
-        damage(sound, count0=3), damage(sound, count0=1), damage(sound, count0=0xFFFFFFFF), damage(sound, count2=0x80000000),
-        damage(sound, count0=0, count1=5, count2=0), damage(sound, count2=65537), damage(sound, offset0=7), damage(sound, offset1=2),
-        damage(sound, offset4=8), damage(sound, count0=0xFFFFFFFF, count1=2, count2=4), sound[:-2], np.concatenate([sound, sound[:2]]),
+        damage(sound, count0=3),
+        damage(sound, count0=1),
+        damage(sound, count0=0xFFFFFFFF),
+        damage(sound, count2=0x80000000),
+        damage(sound, count0=0, count1=5, count2=0),
+        damage(sound, count2=65537),
+        damage(sound, offset0=7),
+        damage(sound, offset1=2),
+        damage(sound, offset4=8),
+        damage(sound, count0=0xFFFFFFFF, count1=2, count2=4),
+        sound[:-2],
+        np.concatenate([sound, sound[:2]]),
         sound[:0],
-    ]  # fmt: skip
+    ]
     for lineage in unsound:
         out = torch.zeros(6, dtype=torch.int32)
         assert not kernel.decode_u16(torch.from_numpy(lineage.copy()), 5, 131080, out[:5])
@@ -341,7 +413,9 @@ def test_unsound_u16_streams(kernel: ModuleType) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 20), st.integers(0, 300_000))
 def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
-    """Both modules agree about any bytes, read or only checked, and what they accept is what the encoder would have written."""
+    """Both modules agree about any bytes, read or only checked, and what they accept is what the encoder
+    would have written.
+    """
     lineage = torch.tensor(list(data), dtype=torch.uint8)
     first, second = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
     sound = cpu.decode_u16(lineage, count, length, first)

@@ -34,9 +34,15 @@ def held(shape, mesh_shape, coordinate, cuts):
 def geometries(draw, max_factor=1):
     shape = draw(st.lists(st.integers(0, 9), max_size=3))
     mesh_shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    mesh_dims = draw(st.permutations(range(len(mesh_shape))))[: draw(st.integers(0, len(mesh_shape))) if shape else 0]
+    mesh_dims = draw(st.permutations(range(len(mesh_shape))))[
+        : draw(st.integers(0, len(mesh_shape))) if shape else 0
+    ]
     dims = st.integers(0, max(len(shape) - 1, 0))
-    return tuple(shape), tuple(mesh_shape), tuple(Cut(draw(dims), mesh_dim, draw(st.integers(1, max_factor))) for mesh_dim in mesh_dims)
+    return (
+        tuple(shape),
+        tuple(mesh_shape),
+        tuple(Cut(draw(dims), mesh_dim, draw(st.integers(1, max_factor))) for mesh_dim in mesh_dims),
+    )
 
 
 def coordinates(mesh_shape):
@@ -47,7 +53,10 @@ def coordinates(mesh_shape):
 def test_a_block_is_what_chunks_in_order_leave(geometry):
     shape, mesh_shape, cuts = geometry
     for coordinate in coordinates(mesh_shape):
-        block, expected = cut_block(shape, mesh_shape, coordinate, cuts), held(shape, mesh_shape, coordinate, cuts)
+        block, expected = (
+            cut_block(shape, mesh_shape, coordinate, cuts),
+            held(shape, mesh_shape, coordinate, cuts),
+        )
         assert block.shape == tuple(expected.shape)
         assert block.numel == expected.numel()
         assert block.global_indices(shape).tolist() == expected.flatten().tolist()
@@ -57,7 +66,11 @@ def test_a_block_is_what_chunks_in_order_leave(geometry):
 def test_blocks_partition_the_tensor(geometry):
     shape, mesh_shape, cuts = geometry
     cut_dims = {cut.mesh_dim for cut in cuts}
-    owners = [c for c in coordinates(mesh_shape) if all(c[d] == 0 for d in range(len(mesh_shape)) if d not in cut_dims)]
+    owners = [
+        c
+        for c in coordinates(mesh_shape)
+        if all(c[d] == 0 for d in range(len(mesh_shape)) if d not in cut_dims)
+    ]
     blocks = [cut_block(shape, mesh_shape, owner, cuts) for owner in owners]
     everything = np.concatenate([block.global_indices(shape) for block in blocks])
     assert sorted(everything.tolist()) == list(range(prod(shape)))
@@ -98,10 +111,17 @@ def test_a_scalar_has_one_element_and_an_empty_dimension_none():
 
 def test_a_high_offset_costs_nothing():
     block = cut_block((1 << 40, 2), (1 << 39,), ((1 << 39) - 1,), [Cut(0, 0)])
-    assert block.global_indices((1 << 40, 2)).tolist() == [(1 << 41) - 4, (1 << 41) - 3, (1 << 41) - 2, (1 << 41) - 1]
+    assert block.global_indices((1 << 40, 2)).tolist() == [
+        (1 << 41) - 4,
+        (1 << 41) - 3,
+        (1 << 41) - 2,
+        (1 << 41) - 1,
+    ]
 
 
-@pytest.mark.parametrize("runs", [((2, 1), (0, 1)), ((0, 2), (1, 2)), ((0, 1), (1, 1)), ((0, 0),), ((-1, 2),)])
+@pytest.mark.parametrize(
+    "runs", [((2, 1), (0, 1)), ((0, 2), (1, 2)), ((0, 1), (1, 1)), ((0, 0),), ((-1, 2),)]
+)
 def test_runs_that_are_not_sorted_apart_and_filled_are_refused(runs):
     with pytest.raises(ValueError, match="runs must be sorted"):
         Block((runs,))

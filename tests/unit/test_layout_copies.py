@@ -1,4 +1,6 @@
-"""Who holds a tensor, and what follows from it: references, clones, version counters of several tensors over one memory."""
+"""Who holds a tensor, and what follows from it: references, clones, version counters of several tensors over
+one memory.
+"""
 
 from __future__ import annotations
 
@@ -89,14 +91,18 @@ def test_clones_are_known_by_what_torch_says_of_them():
 def test_a_layout_of_copies_is_refused_every_time_until_somebody_writes():
     layout = Layout.from_tensors({"b": torch.zeros(3), "a": torch.zeros(0), "c": torch.zeros(2)})
     for _ in range(2):
-        with pytest.raises(LayoutMismatch, match=r"nobody holds the tensor but the Layout.*tensor 'b'.*got 2 such tensors"):
+        with pytest.raises(
+            LayoutMismatch, match=r"nobody holds the tensor but the Layout.*tensor 'b'.*got 2 such tensors"
+        ):
             layout.refuse_copies()
     with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         layout.tensors()[1].add_(1)
         layout.refuse_copies()
         layout.refuse_copies()
-    assert [str(each.message)[:45] for each in seen] == ["nobody holds 1 of 3 tensors of a Layout but i"], "once"
+    assert [str(each.message)[:45] for each in seen] == ["nobody holds 1 of 3 tensors of a Layout but i"], (
+        "once"
+    )
 
 
 def test_marked_clones_are_refused_though_somebody_holds_them():
@@ -104,13 +110,17 @@ def test_marked_clones_are_refused_though_somebody_holds_them():
     for name in ("clone", "other"):
         state[name]._has_been_cloned = True
     layout = Layout.from_tensors(state)
-    with pytest.raises(LayoutMismatch, match=r"torch cloned the tensor.*tensor 'clone'.*pass the module itself"):
+    with pytest.raises(
+        LayoutMismatch, match=r"torch cloned the tensor.*tensor 'clone'.*pass the module itself"
+    ):
         layout.refuse_copies()
     state["other"].add_(1)  # its holder keeps it up to date
     layout.refuse_copies()
 
 
-@pytest.mark.parametrize("held", [MODULE.state_dict(), {"w": torch.zeros(3)}, dict(MODULE.named_parameters())])
+@pytest.mark.parametrize(
+    "held", [MODULE.state_dict(), {"w": torch.zeros(3)}, dict(MODULE.named_parameters())]
+)
 def test_layouts_of_held_tensors_are_not_spoken_of(held):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -126,7 +136,9 @@ def test_a_flattened_parameter_is_refused_by_name():
     parameter._fsdp_flattened = True
     module = nn.ParameterDict({"w": parameter})
     for build in (lambda: Layout.from_tensors({"w": parameter}), lambda: Layout.from_module(module)):
-        with pytest.raises(LayoutMismatch, match=r"FullyShardedDataParallel flattened the parameter.*tensor 'w'"):
+        with pytest.raises(
+            LayoutMismatch, match=r"FullyShardedDataParallel flattened the parameter.*tensor 'w'"
+        ):
             build()
 
 
@@ -165,5 +177,7 @@ def test_names_that_share_some_regions_only_are_refused():
     shared = [(name, *row) for name in "ab" for row in rows]
     assert Layout.from_views(shared).manifest.ties == (("a", "b"),)
     for apart in ([*shared[:3], ("b", other.clone(), (4, 3), (2, 0))], shared[:3]):
-        with pytest.raises(LayoutMismatch, match="a and b share the memory of some regions and not of others"):
+        with pytest.raises(
+            LayoutMismatch, match="a and b share the memory of some regions and not of others"
+        ):
             Layout.from_views(apart)

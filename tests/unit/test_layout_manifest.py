@@ -55,7 +55,9 @@ def entries(draw):
     block = Block.whole(shape)
     kinds = [WHOLE, Placement(0), Placement(1), Placement(block=block), Placement(1, block=block)]
     cuts = [Placement(0, (Cut(len(shape) - 1, 1), Cut(0, 0, 2)))] if shape else []
-    return Entry(draw(names), shape, draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(kinds + cuts)))
+    return Entry(
+        draw(names), shape, draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(kinds + cuts))
+    )
 
 
 @given(st.lists(entries(), unique_by=lambda entry: entry.name, max_size=6))
@@ -75,13 +77,19 @@ def test_any_manifest_survives_the_trip(drawn):
     ],
 )
 def test_the_digest_sees_every_part_of_an_entry(changed):
-    one, other = (Manifest.build([entry], MESHES) for entry in (Entry("embed", (7, 3), "bfloat16", SHARDED), changed))
+    one, other = (
+        Manifest.build([entry], MESHES) for entry in (Entry("embed", (7, 3), "bfloat16", SHARDED), changed)
+    )
     assert one.digest() != other.digest()
 
 
 def test_the_digest_sees_meshes_and_ties():
     entries = [Entry("a", (2,), "bool", WHOLE), Entry("b", (2,), "bool", WHOLE)]
-    manifests = [Manifest.build(entries), Manifest.build(entries, MESHES), Manifest.build(entries, (), [("a", "b")])]
+    manifests = [
+        Manifest.build(entries),
+        Manifest.build(entries, MESHES),
+        Manifest.build(entries, (), [("a", "b")]),
+    ]
     assert len({manifest.digest() for manifest in manifests}) == 3
 
 
@@ -92,7 +100,9 @@ def test_blocks_follow_from_the_coordinates():
     assert manifest.block(0, (None, (0,))) is None
     assert manifest.block(4, (None, (1,))) == Block.whole((7,))
     assert manifest.block(5, ()).numel == 1
-    assert manifest.block(0, ((0, 0), None)) is manifest.block(3, ((0, 0), None)), "blocks are shared between entries of one geometry"
+    assert manifest.block(0, ((0, 0), None)) is manifest.block(3, ((0, 0), None)), (
+        "blocks are shared between entries of one geometry"
+    )
 
 
 @pytest.mark.parametrize("coordinates", [((2, 0), None), ((0,), None), ((0, 0),), ()])

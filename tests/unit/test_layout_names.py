@@ -20,9 +20,16 @@ def model():
 
 
 PLAIN = [
-    "0.bias", "0.weight", "1.0.bias", "1.0.weight", "1.1.bias", "1.1.num_batches_tracked", "1.1.running_mean",
-    "1.1.running_var", "1.1.weight",
-]  # fmt: skip
+    "0.bias",
+    "0.weight",
+    "1.0.bias",
+    "1.0.weight",
+    "1.1.bias",
+    "1.1.num_batches_tracked",
+    "1.1.running_mean",
+    "1.1.running_var",
+    "1.1.weight",
+]
 
 
 @pytest.mark.parametrize(
@@ -51,13 +58,22 @@ def test_compiled_and_checkpointed_modules_have_plain_names():
 
 
 def test_a_submodule_that_is_called_module_keeps_its_name():
-    assert names(Layout.from_module(nn.ModuleDict({"module": nn.Linear(1, 1, bias=False)}))) == ["module.weight"]
+    assert names(Layout.from_module(nn.ModuleDict({"module": nn.Linear(1, 1, bias=False)}))) == [
+        "module.weight"
+    ]
 
 
 def test_select_takes_patterns_and_predicates_on_canonical_names():
     wrapped = torch.compile(model())
-    assert names(Layout.from_module(wrapped, select=["1.*weight", "0.b*"])) == ["0.bias", "1.0.weight", "1.1.weight"]
-    assert names(Layout.from_module(wrapped, select=lambda name: name.startswith("0."))) == ["0.bias", "0.weight"]
+    assert names(Layout.from_module(wrapped, select=["1.*weight", "0.b*"])) == [
+        "0.bias",
+        "1.0.weight",
+        "1.1.weight",
+    ]
+    assert names(Layout.from_module(wrapped, select=lambda name: name.startswith("0."))) == [
+        "0.bias",
+        "0.weight",
+    ]
     assert names(Layout.from_tensors(model().state_dict(), select=["0.*"])) == ["0.bias", "0.weight"]
 
 
@@ -73,16 +89,21 @@ def test_one_pattern_alone_is_a_pattern(make):
 
 
 SAYS = {
-    "a pattern": ("lyers.*", "'lyers.*'"), "patterns": (["a", "b.*"], "'a', 'b.*'"), "none": ([], "no patterns"),
-    "an empty one": ("", "''"), "a function": (lambda name: False, "a function"),
-}  # fmt: skip
+    "a pattern": ("lyers.*", "'lyers.*'"),
+    "patterns": (["a", "b.*"], "'a', 'b.*'"),
+    "none": ([], "no patterns"),
+    "an empty one": ("", "''"),
+    "a function": (lambda name: False, "a function"),
+}
 
 
 @pytest.mark.parametrize(("select", "said"), SAYS.values(), ids=SAYS)
 @pytest.mark.parametrize("is_module", [True, False])
 def test_to_select_no_tensor_is_refused_with_patterns_and_names(select, said, is_module):
     with pytest.raises(ValueError, match="select= chooses no tensor") as caught:
-        Layout.from_module(model(), select=select) if is_module else Layout.from_tensors(model().state_dict(), select=select)
+        Layout.from_module(model(), select=select) if is_module else Layout.from_tensors(
+            model().state_dict(), select=select
+        )
     assert f"it is {said}, and the names are " in str(caught.value)
     assert "'0.bias'" in str(caught.value) and "and 5 more" in str(caught.value)
 
@@ -110,7 +131,9 @@ def test_a_name_that_cannot_be_encoded_is_named_and_so_is_who_gave_it():
 
 
 def test_rename_sees_canonical_names_after_select():
-    layout = Layout.from_module(torch.compile(model()), select=["0.*"], rename=lambda name: name.replace("0.", "first."))
+    layout = Layout.from_module(
+        torch.compile(model()), select=["0.*"], rename=lambda name: name.replace("0.", "first.")
+    )
     assert names(layout) == ["first.bias", "first.weight"]
 
 

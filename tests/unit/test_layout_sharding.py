@@ -47,13 +47,17 @@ def test_the_order_behind_strided_shards_is_recovered(mesh_shape, data):
     cuts = chunking_of("w", (size,), mesh_shape, written)
     assert all(cut.split_factor == 1 for cut in cuts)
     for coordinate in product(*map(range, mesh_shape)):
-        assert cut_block((size,), mesh_shape, coordinate, cuts) == cut_block((size,), mesh_shape, coordinate, expected)
+        assert cut_block((size,), mesh_shape, coordinate, cuts) == cut_block(
+            (size,), mesh_shape, coordinate, expected
+        )
 
 
 shard_like = st.one_of(
     st.builds(Shard, st.integers(0, 1)),
     st.just(Replicate()),
-    st.builds(lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, 1), st.integers(1, 6)),
+    st.builds(
+        lambda dim, factor: _StridedShard(dim, split_factor=factor), st.integers(0, 1), st.integers(1, 6)
+    ),
 )
 
 
@@ -135,13 +139,23 @@ def all_blocks(layout, index):
     """The blocks of one entry on all coordinates of its mesh that no other one repeats."""
     placement, meshes = layout.manifest.entries[index].placement, layout.manifest.meshes
     cut = {cut.mesh_dim for cut in placement.cuts}
-    for coordinate in product(*(range(size) if dim in cut else (0,) for dim, size in enumerate(meshes[placement.mesh].shape))):
+    for coordinate in product(
+        *(range(size) if dim in cut else (0,) for dim, size in enumerate(meshes[placement.mesh].shape))
+    ):
         yield layout.manifest.block(index, [coordinate] * len(meshes))
 
 
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize(
-    ("rows", "mesh_shape"), [(50257, (512, 2)), (32003, (256, 4)), (49953, (128, 8)), (151936, (128, 8)), (1000, (512, 2)), (7, (128, 8))]
+    ("rows", "mesh_shape"),
+    [
+        (50257, (512, 2)),
+        (32003, (256, 4)),
+        (49953, (128, 8)),
+        (151936, (128, 8)),
+        (1000, (512, 2)),
+        (7, (128, 8)),
+    ],
 )
 def test_blocks_of_1024_ranks_partition_a_vocabulary_under_fsdp_over_tp(rows, mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
@@ -150,7 +164,12 @@ def test_blocks_of_1024_ranks_partition_a_vocabulary_under_fsdp_over_tp(rows, me
     fully_shard(module, mesh=mesh["dp"])
     assert hasattr(module.weight.placements[0], "split_factor")
     layout = Layout.from_module(module)
-    held = [row for block in all_blocks(layout, 0) for start, length in block.runs[0] for row in range(start, start + length)]
+    held = [
+        row
+        for block in all_blocks(layout, 0)
+        for start, length in block.runs[0]
+        for row in range(start, start + length)
+    ]
     assert sorted(held) == list(range(rows))
     assert layout.manifest.block(0, layout.coordinates).numel == layout.tensors()[0].numel()
 

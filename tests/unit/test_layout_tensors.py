@@ -1,4 +1,6 @@
-"""Layouts on one rank: which tensors they find, how they follow a module that changes, and what they refuse."""
+"""Layouts on one rank: which tensors they find, how they follow a module that changes, and what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def test_a_module_gives_parameters_and_persistent_buffers_under_every_name():
     layout = Layout.from_module(module)
     assert names(layout) == NAMES
     assert all(entry.placement == WHOLE for entry in layout.manifest.entries)
-    assert [(entry.shape, entry.dtype) for entry in layout.manifest.entries[3:]] == [((), "float32"), ((), "int64")]
+    assert [(entry.shape, entry.dtype) for entry in layout.manifest.entries[3:]] == [
+        ((), "float32"),
+        ((), "int64"),
+    ]
     tensors = found(layout)
     assert tensors["embed.weight"] is tensors["head.weight"] is module.embed.weight
     assert tensors["steps"] is module.steps
@@ -84,7 +89,13 @@ def test_what_has_gradients_is_trained():
 def test_tied_tensors_are_listed_and_overlapping_ones_are_not():
     assert Layout.from_module(Model()).manifest.ties == (("embed.weight", "head.weight"),)
     base = torch.zeros(6, 4)
-    views = {"all": base, "same": base.view(6, 4), "rows": base[:3], "flat": base.view(24), "bits": base.view(torch.int32)}
+    views = {
+        "all": base,
+        "same": base.view(6, 4),
+        "rows": base[:3],
+        "flat": base.view(24),
+        "bits": base.view(torch.int32),
+    }
     assert Layout.from_tensors({**views, "turned": base.t()}).manifest.ties == (("all", "same"),)
     assert Layout.from_tensors(Model().state_dict()).manifest.ties == (("embed.weight", "head.weight"),)
 
@@ -95,7 +106,10 @@ def test_empty_tensors_are_tied_only_as_one_object():
 
 
 def test_equal_models_have_equal_manifests():
-    one, other = Layout.from_module(Model()).manifest, Layout.from_tensors(list(Model().state_dict().items())[::-1]).manifest
+    one, other = (
+        Layout.from_module(Model()).manifest,
+        Layout.from_tensors(list(Model().state_dict().items())[::-1]).manifest,
+    )
     assert one.to_bytes() == other.to_bytes()
 
 
@@ -144,21 +158,42 @@ def reread(module):
 
 
 CHANGES = {
-    "the same bits as another dtype": (reread, "another dtype.*tensor 'embed.weight'.*expected float32; got int32"),
-    "another shape": (lambda m: setattr(m, "scale", nn.Parameter(torch.zeros(2))), "another shape.*tensor 'scale'"),
+    "the same bits as another dtype": (
+        reread,
+        "another dtype.*tensor 'embed.weight'.*expected float32; got int32",
+    ),
+    "another shape": (
+        lambda m: setattr(m, "scale", nn.Parameter(torch.zeros(2))),
+        "another shape.*tensor 'scale'",
+    ),
     "fewer rows of the same storage": (cut_rows, "another shape.*tensor 'embed.weight'"),
-    "another dtype": (lambda m: m.to(torch.bfloat16), "another dtype.*tensor 'embed.weight'.*expected float32; got bfloat16"),
+    "another dtype": (
+        lambda m: m.to(torch.bfloat16),
+        "another dtype.*tensor 'embed.weight'.*expected float32; got bfloat16",
+    ),
     "meta": (lambda m: m.to("meta"), "meta device.*tensor 'embed.weight'"),
     "a parameter set to None": (lambda m: setattr(m, "scale", None), "came or went.*tensor 'scale'"),
-    "a parameter that was None": (lambda m: setattr(m, "absent", nn.Parameter(torch.zeros(2))), "came or went.*tensor 'absent'"),
+    "a parameter that was None": (
+        lambda m: setattr(m, "absent", nn.Parameter(torch.zeros(2))),
+        "came or went.*tensor 'absent'",
+    ),
     "a buffer that was None": (lambda m: setattr(m, "unset", torch.zeros(2)), "came or went.*tensor 'unset'"),
     "a parameter deleted": (lambda m: delattr(m, "scale"), "came or went.*tensor 'scale'"),
-    "a parameter renamed": (lambda m: (delattr(m, "scale"), setattr(m, "other", nn.Parameter(torch.zeros(())))), "tensor 'other'"),
+    "a parameter renamed": (
+        lambda m: (delattr(m, "scale"), setattr(m, "other", nn.Parameter(torch.zeros(())))),
+        "tensor 'other'",
+    ),
     "a module added": (lambda m: setattr(m, "new", nn.Linear(1, 1)), "came or went.*tensor 'new.bias'"),
-    "a module of another shape": (lambda m: setattr(m, "head", nn.Linear(3, 6, bias=False)), "another shape.*tensor 'head.weight'"),
+    "a module of another shape": (
+        lambda m: setattr(m, "head", nn.Linear(3, 6, bias=False)),
+        "another shape.*tensor 'head.weight'",
+    ),
     "a module taken out": (lambda m: setattr(m, "head", None), "came or went.*tensor 'head.weight'"),
     "ties broken": (untie, "share storage"),
-    "ties broken by a new module": (lambda m: setattr(m, "head", nn.Linear(3, 5, bias=False)), "tied tensors"),
+    "ties broken by a new module": (
+        lambda m: setattr(m, "head", nn.Linear(3, 5, bias=False)),
+        "tied tensors",
+    ),
     "a new tie": (lambda m: setattr(m, "nothing", nn.Parameter(torch.zeros(4, 0))), None),
 }
 
@@ -221,7 +256,15 @@ def test_every_dtype_of_whole_bytes_is_described():
     for name, dtype in DTYPES.items():
         layout = Layout.from_tensors({"w": torch.zeros(8, dtype=torch.uint8).view(dtype)})
         assert layout.manifest.entries == (Entry("w", (8 // dtype.itemsize,), name, WHOLE),)
-    assert {"bfloat16", "bool", "float8_e4m3fn", "float8_e5m2", "uint64", "complex64", "int8"} <= DTYPES.keys()
+    assert {
+        "bfloat16",
+        "bool",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "uint64",
+        "complex64",
+        "int8",
+    } <= DTYPES.keys()
     assert {dtype.itemsize for dtype in DTYPES.values()} == {1, 2, 4, 8}
 
 
@@ -240,7 +283,11 @@ def test_complex128_becomes_pairs_of_float64_that_share_its_memory():
 
 
 def refused():
-    yield "quantised", torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "torch.qint8 cannot be sent"
+    yield (
+        "quantised",
+        torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
+        "torch.qint8 cannot be sent",
+    )
     yield "below a byte", torch.zeros(2, dtype=torch.uint8).view(torch.uint4), "torch.uint4 cannot be sent"
     yield "sparse", torch.zeros(2, 2).to_sparse(), "not one array"
     yield "nested", torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged), "not one array"
@@ -276,13 +323,21 @@ def test_a_module_must_be_one():
 
 def test_views_of_a_fused_tensor_become_regions_of_slots():
     fused = torch.arange(24.0).view(6, 4)
-    views = [("q", fused[:2], (8, 4), (2, 0)), ("k", fused[2:4, 1:3], (2, 4), (0, 1)), ("q", fused[4:], (8, 4), (6, 0))]
+    views = [
+        ("q", fused[:2], (8, 4), (2, 0)),
+        ("k", fused[2:4, 1:3], (2, 4), (0, 1)),
+        ("q", fused[4:], (8, 4), (6, 0)),
+    ]
     layout = Layout.from_views(views)
     assert names(layout) == ["k", "q", "q"]
     blocks = [layout.manifest.block(index, ()) for index in range(3)]
     assert [block.runs[0] for block in blocks] == [((0, 2),), ((2, 2),), ((6, 2),)]
     assert blocks[0].global_indices((2, 4)).tolist() == [1, 2, 5, 6]
-    assert [tensor.tolist() for tensor in layout.tensors()] == [fused[2:4, 1:3].tolist(), fused[:2].tolist(), fused[4:].tolist()]
+    assert [tensor.tolist() for tensor in layout.tensors()] == [
+        fused[2:4, 1:3].tolist(),
+        fused[:2].tolist(),
+        fused[4:].tolist(),
+    ]
     assert layout.tensors()[0].data_ptr() == fused[2:4, 1:3].data_ptr()
     assert Layout.from_views(reversed(views)).manifest.digest() == layout.manifest.digest()
     assert Manifest.from_bytes(layout.manifest.to_bytes()) == layout.manifest
@@ -299,7 +354,10 @@ W = torch.zeros(2, 2)
         ([("w", W, (4,), (0,))], "number of dimensions"),
         ([("w", W, (4, 2), (0, 0)), ("w", torch.zeros(2, 1), (4, 2), (1, 1))], "overlap"),
         ([("w", W, (4, 2), (0, 0)), ("w", torch.zeros(2, 2), (5, 2), (2, 0))], "disagree on its full shape"),
-        ([("w", W, (4, 2), (0, 0)), ("w", torch.zeros(2, 2, dtype=torch.int32), (4, 2), (2, 0))], "disagree on its dtype"),
+        (
+            [("w", W, (4, 2), (0, 0)), ("w", torch.zeros(2, 2, dtype=torch.int32), (4, 2), (2, 0))],
+            "disagree on its dtype",
+        ),
     ],
 )
 def test_regions_that_cannot_be_are_refused_by_name(views, text):

@@ -1,4 +1,6 @@
-"""Inline frames: what fits, what every rank concludes from the same sizes, and that frames come out as they went in."""
+"""Inline frames: what fits, what every rank concludes from the same sizes, and that frames come out as they
+went in.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_frames_come_out_as_they_went_in(words: list[int], seed: int) -> None:
     inline.adapt({0: sizes})
     place = torch.zeros(inline.capacity, dtype=torch.uint8)
     inline.write(frames, place)
-    assert all(map(torch.equal, inline.read(place, sizes), frames)) and len(inline.read(place, sizes)) == len(frames)
+    assert all(map(torch.equal, inline.read(place, sizes), frames)) and len(inline.read(place, sizes)) == len(
+        frames
+    )
 
 
 def test_frames_that_do_not_fit_are_left_out() -> None:

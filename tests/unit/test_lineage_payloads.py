@@ -31,7 +31,7 @@ from dte_dist import (
     VersionRestart,
     payload_of,
     reconstruct_against_base,
-)  # fmt: skip
+)
 
 HEADER = "__awex_delta_header__"
 Bytes = tuple[torch.dtype, tuple[int, ...], bytes]

@@ -1,4 +1,6 @@
-"""Tensors that are read as another dtype than theirs: cast on the way, to the bits that torch casts to in one dimension."""
+"""Tensors that are read as another dtype than theirs: cast on the way, to the bits that torch casts to in one
+dimension.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,22 @@ from dte_dist.tensors.flat import BITS, FlatTensors
 
 both = pytest.mark.parametrize("kernel", [cpu, torch_ops], ids=["cpu", "torch_ops"])
 
-OWN = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int16, torch.int64, torch.bool]
+OWN = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int16,
+    torch.int64,
+    torch.bool,
+]
 WIRE = {
-    1: [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8], 2: [torch.bfloat16, torch.float16, torch.int16], 4: [torch.float32],
+    1: [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8],
+    2: [torch.bfloat16, torch.float16, torch.int16],
+    4: [torch.float32],
     8: [torch.float64],
-}  # fmt: skip
+}
 
 
 def singles(bits: np.ndarray) -> Tensor:
@@ -37,9 +50,13 @@ def as_torch_casts(tensors: list[Tensor], dtypes: list[torch.dtype], width: int)
 
 
 def test_rounding_of_all_exponents_and_all_kinds_of_halves() -> None:
-    """All upper halves (signs, exponents, NaNs, infinities, subnormals) with lower halves below, at and above a tie."""
+    """All upper halves (signs, exponents, NaNs, infinities, subnormals) with lower halves below, at and above
+    a tie.
+    """
     assert kernels.rounds_as_torch(), "on this processor the loops are to do it themselves"
-    low = np.array([0, 1, 2, 0x1234, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFE, 0xFFFF], np.uint32)
+    low = np.array(
+        [0, 1, 2, 0x1234, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFE, 0xFFFF], np.uint32
+    )
     live = singles(((np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | low).ravel())
     flat, bits = FlatTensors([live], 2).read_as([torch.bfloat16]), torch.zeros(len(live), dtype=torch.int16)
     assert flat.table.kinds.tolist() == [-1]
@@ -64,7 +81,9 @@ def test_a_processor_that_casts_otherwise_is_noticed(monkeypatch: pytest.MonkeyP
 
 
 def is_sound(own: torch.dtype, wire: torch.dtype) -> bool:
-    """Return whether torch casts a pair to the same bits wherever the element stands; what becomes of a large float is not settled."""
+    """Return whether torch casts a pair to the same bits wherever the element stands; what becomes of a large
+    float is not settled.
+    """
     return wire.is_floating_point or not own.is_floating_point
 
 
@@ -72,7 +91,8 @@ def is_sound(own: torch.dtype, wire: torch.dtype) -> bool:
 def spaces(draw):
     """Draw tensors of several dtypes, some strided, and what they are read as.
 
-    NaNs are left out where torch casts them to one pattern in its vectors and to another one after them (fp64 to bf16, fp16 to fp32).
+    NaNs are left out where torch casts them to one pattern in its vectors and to another one after them (fp64
+    to bf16, fp16 to fp32).
     """
     width = draw(st.sampled_from([1, 2, 4, 8]))
     pair = st.tuples(st.sampled_from(OWN), st.sampled_from(WIRE[width])).filter(lambda pair: is_sound(*pair))
@@ -81,7 +101,9 @@ def spaces(draw):
     for number in range(draw(st.integers(1, 8))):
         own, wire = draw(st.sampled_from(pairs))
         shape = draw(st.sampled_from([(), (0,), (1,), (7,), (70,), (3, 50), (2, 3, 4), (5, 0, 2), (300,)]))
-        data = np.random.default_rng(number).integers(0, 256, (int(np.prod(shape)) + 1) * own.itemsize, np.uint8)
+        data = np.random.default_rng(number).integers(
+            0, 256, (int(np.prod(shape)) + 1) * own.itemsize, np.uint8
+        )
         tensor = torch.from_numpy(data % 2 if own == torch.bool else data).view(own)[:-1].view(shape)
         if own.is_floating_point and own != wire and (own, wire) != (torch.float32, torch.bfloat16):
             tensor = torch.where(tensor.float().isnan(), 1.5, tensor.double()).to(own)
@@ -134,7 +156,9 @@ def test_what_is_cast_cannot_be_written() -> None:
 
 @pytest.mark.parametrize("own", [torch.float32, torch.float64])
 def test_a_snapshot_of_many_cast_tensors(own: torch.dtype) -> None:
-    """Segments cut through tensors; changes below half a unit of the wire dtype are none, and NaNs stay what they are."""
+    """Segments cut through tensors; changes below half a unit of the wire dtype are none, and NaNs stay what
+    they are.
+    """
     rng = np.random.default_rng(3)
     tensors = [torch.from_numpy(rng.standard_normal(size)).to(own) for size in rng.integers(1, 60, 300)]
     tensors[7].fill_(float("nan" if own == torch.float32 else "inf"))
@@ -152,7 +176,11 @@ def test_a_snapshot_of_many_cast_tensors(own: torch.dtype) -> None:
     for tensor in tensors:
         tensor.add_(torch.from_numpy(rng.standard_normal(len(tensor)) * 1e-3))
     after = as_torch_casts(tensors, [torch.bfloat16] * len(tensors), 2)
-    found = [(changed.first + changed.positions).tolist() for wave in snapshot.diff_and_update(live(), 2, segments) for changed in wave]
+    found = [
+        (changed.first + changed.positions).tolist()
+        for wave in snapshot.diff_and_update(live(), 2, segments)
+        for changed in wave
+    ]
     assert [place for places in found for place in places] == (before != after).nonzero().view(-1).tolist()
     assert 0 < sum(map(len, found)) < total // 2
     assert torch.equal(snapshot.bits[2], after)

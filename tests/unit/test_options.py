@@ -83,7 +83,11 @@ def test_a_call_that_says_something_else_is_named(one: Any, other: Any) -> None:
 def test_every_option_that_differs_is_named() -> None:
     one = ChannelOptions(bucket_bytes=128, wire_dtype=torch.bfloat16)
     assert one.differences(ChannelOptions(bucket_bytes=128, wire_dtype=torch.bfloat16)) == []
-    assert one.differences(ChannelOptions(anchor_interval=3)) == ["bucket_bytes", "anchor_interval", "wire_dtype"]
+    assert one.differences(ChannelOptions(anchor_interval=3)) == [
+        "bucket_bytes",
+        "anchor_interval",
+        "wire_dtype",
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, 3, b"a", ["a"], True], ids=lambda name: str(name)[:8])
@@ -93,7 +97,10 @@ def test_what_is_no_name_of_a_channel_is_refused(name: Any) -> None:
 
 
 def test_the_name_of_a_channel_is_compared_between_ranks_and_between_calls() -> None:
-    assert ChannelOptions().shared()["name"] is None and ChannelOptions(name="x" * 200).shared()["name"] == "x" * 200
+    assert (
+        ChannelOptions().shared()["name"] is None
+        and ChannelOptions(name="x" * 200).shared()["name"] == "x" * 200
+    )
     assert differences("name", "actor", "reference") == differences("name", None, "actor") == ["name"]
     assert differences("name", "actor", "actor") == []
 
@@ -126,14 +133,17 @@ WIRES = {
 @pytest.mark.parametrize(("option", "types"), WIRES.values(), ids=WIRES)
 def test_wire_dtypes_are_written_by_name_where_they_differ(option: Any, types: Any) -> None:
     assert (
-        wire_types(option, MANIFEST) == wire_types(ChannelOptions(wire_dtype=option).wire_dtype, MANIFEST) == types
+        wire_types(option, MANIFEST)
+        == wire_types(ChannelOptions(wire_dtype=option).wire_dtype, MANIFEST)
+        == types
     )
 
 
 NAMES = {
-    torch.bfloat16: ("bf16", "bfloat16"), torch.float16: ("fp16", "float16", "half"),
+    torch.bfloat16: ("bf16", "bfloat16"),
+    torch.float16: ("fp16", "float16", "half"),
     torch.float32: ("fp32", "float32", "float"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -154,11 +164,25 @@ def test_a_dtype_and_its_names_are_the_same_option(dtype: torch.dtype, name: str
 
 @pytest.mark.parametrize(
     "option",
-    [{"a": "bfloat"}, {"a": None}, {"b": 2}, {"a": "receiver"}, lambda name, dtype: None,
-     lambda name, dtype: "bloat16", partial(lambda n, d: 1)],
-    ids=["no name of one", "none", "a number", "receiver", "a function of none", "a function of others",
-         "a function of numbers"],
-)  # fmt: skip
+    [
+        {"a": "bfloat"},
+        {"a": None},
+        {"b": 2},
+        {"a": "receiver"},
+        lambda name, dtype: None,
+        lambda name, dtype: "bloat16",
+        partial(lambda n, d: 1),
+    ],
+    ids=[
+        "no name of one",
+        "none",
+        "a number",
+        "receiver",
+        "a function of none",
+        "a function of others",
+        "a function of numbers",
+    ],
+)
 def test_what_gives_no_dtype_is_refused_by_the_name_of_the_tensor(option: Any) -> None:
     with pytest.raises(
         ValueError, match=r"wire_dtype for '[ab]' must be a torch.dtype or one of 'bf16', .*'float', got"
@@ -201,7 +225,9 @@ def test_what_is_no_patterns_is_refused(select: Any) -> None:
         layout_of(nn.Linear(2, 2), ChannelOptions(select=select))
 
 
-@pytest.mark.parametrize("options", [{"select": ["*"]}, {"rename": str}, {"select": [], "rename": str}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"select": ["*"]}, {"rename": str}, {"select": [], "rename": str}], ids=str
+)
 def test_names_are_chosen_where_a_layout_is_built_not_where_it_is_used(options: Any) -> None:
     layout = Layout.from_tensors({"w": torch.zeros(3)})
     assert layout_of(layout, ChannelOptions()).manifest is layout.manifest

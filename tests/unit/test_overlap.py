@@ -17,13 +17,18 @@ LIKE = settings(max_examples=100, deadline=None)
 
 
 def spelled(overlap):
-    """Write an overlap as a dict from positions in A to positions in B, straight from what its attributes promise."""
+    """Write an overlap as a dict from positions in A to positions in B, straight from what its attributes
+    promise.
+    """
     if overlap is None:
         return {}
     if overlap.runs:
         return {at + k: other + k for at, length, other in overlap.runs for k in range(length)}
     found = {}
-    tables = [[(at + k, other + k) for at, length, other in axis.segments for k in range(length)] for axis in overlap.axes]
+    tables = [
+        [(at + k, other + k) for at, length, other in axis.segments for k in range(length)]
+        for axis in overlap.axes
+    ]
     for coordinates in product(*tables):
         mine = theirs = 0
         for axis, (at, other) in zip(overlap.axes, coordinates, strict=True):
@@ -38,7 +43,11 @@ def test_an_overlap_is_what_both_blocks_hold(data):
     shape = data.draw(SHAPES)
     a, b = data.draw(blocks(shape)), data.draw(blocks(shape))
     place = {index: position for position, index in enumerate(b.global_indices(shape).tolist())}
-    expected = {position: place[index] for position, index in enumerate(a.global_indices(shape).tolist()) if index in place}
+    expected = {
+        position: place[index]
+        for position, index in enumerate(a.global_indices(shape).tolist())
+        if index in place
+    }
     overlap = overlap_of(a, b)
     assert spelled(overlap) == expected
     if overlap is not None:
@@ -80,7 +89,11 @@ def test_many_runs_of_one_dimension_need_no_axes():
 @given(st.data())
 def test_blocks_of_any_kind_are_disjoint_or_not(data):
     shape = data.draw(SHAPES)
-    some = data.draw(st.lists(blocks(shape).filter(lambda block: block.numel), max_size=5)) if 0 not in shape else []
+    some = (
+        data.draw(st.lists(blocks(shape).filter(lambda block: block.numel), max_size=5))
+        if 0 not in shape
+        else []
+    )
     together = np.concatenate([np.zeros(0, np.int64), *(block.global_indices(shape) for block in some)])
     assert disjoint(some) == (len(set(together.tolist())) == len(together))
 

@@ -36,12 +36,24 @@ def raw(tensor: torch.Tensor) -> list[int]:
 def test_any_tensor_arrives_bit_for_bit(dtype: str, shape: tuple[int, ...]) -> None:
     kind, numel = DTYPES[dtype], torch.Size(shape).numel()
     rng = torch.Generator().manual_seed(3)
-    data = torch.randint(0, 2 if kind is torch.bool else 256, (numel * kind.itemsize,), dtype=torch.uint8, generator=rng)
+    data = torch.randint(
+        0, 2 if kind is torch.bool else 256, (numel * kind.itemsize,), dtype=torch.uint8, generator=rng
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that complex32 is experimental
-        tensors = {"byte": torch.ones(3, dtype=torch.uint8), "w": data.view(kind).view(shape), "t": torch.arange(6.0).view(2, 3).t()}
+        tensors = {
+            "byte": torch.ones(3, dtype=torch.uint8),
+            "w": data.view(kind).view(shape),
+            "t": torch.arange(6.0).view(2, 3).t(),
+        }
         came = arrive(Packed(Payload(7, 6, False, tensors, 3, 2, 5, b"plan")))
-        assert (came.version, came.base_version, came.full, came.lineage, came.base_lineage) == (7, 6, False, 3, 2)
+        assert (came.version, came.base_version, came.full, came.lineage, came.base_lineage) == (
+            7,
+            6,
+            False,
+            3,
+            2,
+        )
         assert (came.sender, came.plan) == (5, b"plan")
         assert list(came.tensors) == list(tensors)
         for name, tensor in tensors.items():
@@ -52,7 +64,10 @@ def test_any_tensor_arrives_bit_for_bit(dtype: str, shape: tuple[int, ...]) -> N
 @pytest.mark.parametrize("piece", [8, 24, 40, 64])
 def test_pieces_cross_tensors_and_the_last_is_padded(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(packing, "PIECE", piece)
-    tensors = {f"t{n}": torch.arange(n, dtype=kind) for n, kind in enumerate((torch.int8, torch.int64, torch.int16, torch.float32) * 3)}
+    tensors = {
+        f"t{n}": torch.arange(n, dtype=kind)
+        for n, kind in enumerate((torch.int8, torch.int64, torch.int16, torch.float32) * 3)
+    }
     packed = Packed(Payload(1, -1, True, tensors))
     assert packed.nbytes % 8 == 0
     assert sum(piece_sizes(packed.nbytes)) == packed.nbytes + 8 * -(-packed.nbytes // piece)
@@ -67,7 +82,10 @@ def test_a_payload_without_tensors() -> None:
 
 
 def test_what_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for tensor in (torch.zeros(2, dtype=torch.complex128), torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8)):
+    for tensor in (
+        torch.zeros(2, dtype=torch.complex128),
+        torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8),
+    ):
         with pytest.raises(LayoutMismatch, match="'w'"):
             Packed(Payload(1, 0, False, {"w": tensor}))
     for wrong in ("payload", Payload(1, 0, False, {"w": 3})):  # type: ignore[dict-item]
@@ -96,14 +114,27 @@ def test_damaged_pieces_and_missing_ones() -> None:
 
 ANY = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(), st.text(max_size=4)),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(
-        ["format", "version", "base_version", "full", "lineage", "base_lineage", "sender", "plan", "names", "dtypes", "shapes"]
+        [
+            "format",
+            "version",
+            "base_version",
+            "full",
+            "lineage",
+            "base_lineage",
+            "sender",
+            "plan",
+            "names",
+            "dtypes",
+            "shapes",
+        ]
     ),
     ANY,
 )

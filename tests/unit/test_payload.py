@@ -1,4 +1,6 @@
-"""Unit tier, no ranks: the named-tensor payload, written and read; what is not sound is refused by name before anything is written."""
+"""Unit tier, no ranks: the named-tensor payload, written and read; what is not sound is refused by name
+before anything is written.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def i32(*positions: int) -> Tensor:
 
 def sound() -> dict[str, Tensor]:
     """The tensors of a delta 4 -> 7 that changes w in part and b whole."""
-    changes = [Change("w", i32(1, 5, 11), torch.tensor([7.0, -0.0, float("nan")])), Change("b", None, torch.ones(5, dtype=torch.bfloat16))]
+    changes = [
+        Change("w", i32(1, 5, 11), torch.tensor([7.0, -0.0, float("nan")])),
+        Change("b", None, torch.ones(5, dtype=torch.bfloat16)),
+    ]
     return dict(write_payload(7, 4, changes).tensors)
 
 
@@ -60,7 +65,10 @@ def test_reconstruct() -> None:
     expected.view(-1)[[1, 5, 11]] = torch.tensor([7.0, -0.0, float("nan")])
     assert torch.equal(made["w"].view(torch.int32), expected.view(torch.int32))
     assert made["b"].tolist() == [1.0] * 5
-    assert all(torch.equal(base[name], BASE[name]) and base[name].data_ptr() != made[name].data_ptr() for name in base)
+    assert all(
+        torch.equal(base[name], BASE[name]) and base[name].data_ptr() != made[name].data_ptr()
+        for name in base
+    )
 
 
 HOSTILE: dict[str, tuple[dict[Any, Any], type[DeltaError], str]] = {
@@ -83,7 +91,11 @@ HOSTILE: dict[str, tuple[dict[Any, Any], type[DeltaError], str]] = {
     "positions of int16": ({"w@delta_idx": torch.tensor([1, 5, 11], dtype=torch.int16)}, FrameError, "'w'"),
     "positions of int64": ({"w@delta_idx": torch.tensor([1, 5, 11])}, FrameError, "'w'"),
     "positions of two dimensions": ({"w@delta_idx": i32(1, 5, 11).view(1, 3)}, FrameError, "'w'"),
-    "all of two dimensions": ({"w@delta_idx": i32(1, 5, 11).view(1, 3), "w@delta_val": torch.zeros(1, 3)}, FrameError, "'w'"),
+    "all of two dimensions": (
+        {"w@delta_idx": i32(1, 5, 11).view(1, 3), "w@delta_val": torch.zeros(1, 3)},
+        FrameError,
+        "'w'",
+    ),
     "lengths": ({"w@delta_idx": i32(1, 5)}, FrameError, "'w'"),
     "repeated": ({"w@delta_idx": i32(1, 5, 5)}, FrameError, "'w'"),
     "falling": ({"w@delta_idx": i32(1, 11, 5)}, FrameError, "'w'"),
@@ -104,7 +116,9 @@ HOSTILE: dict[str, tuple[dict[Any, Any], type[DeltaError], str]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_payloads(case: str) -> None:
     edits, kind, said = HOSTILE[case]
-    tensors: dict[Any, Any] = {name: tensor for name, tensor in (sound() | edits).items() if tensor is not None}
+    tensors: dict[Any, Any] = {
+        name: tensor for name, tensor in (sound() | edits).items() if tensor is not None
+    }
     base = {name: tensor.clone() for name, tensor in BASE.items()}
     with pytest.raises(kind, match=said):
         reconstruct_against_base(payload(tensors), base)
@@ -144,7 +158,11 @@ def test_names_of_one_memory_must_get_one_change() -> None:
     check_changes(same, targets, full=False)
     apply_changes(same, targets)
     assert weight.tolist() == [0, 1, 0, 0]
-    for other in ([same[0]], [same[0], Change("b", i32(2), torch.ones(1))], [same[0], Change("b", i32(1), torch.zeros(1))]):
+    for other in (
+        [same[0]],
+        [same[0], Change("b", i32(2), torch.ones(1))],
+        [same[0], Change("b", i32(1), torch.zeros(1))],
+    ):
         with pytest.raises(LayoutMismatch, match="share memory"):
             check_changes(other, targets, full=False)
 
@@ -162,12 +180,22 @@ NUMBERS = st.one_of(st.integers(-3, 15), st.integers(-(1 << 62), 1 << 62), st.sa
     names=st.sets(st.sampled_from(["w@delta_idx", "w@delta_val", "b", "w", "x", "@delta_idx", ""])),
 )
 def test_whatever_comes_is_refused_or_applied_as_it_says(  # noqa: PLR0917
-    header: list[int] | None, positions: list[int], count: int, index: torch.dtype, value: torch.dtype, names: set[str],
-) -> None:  # fmt: skip
+    header: list[int] | None,
+    positions: list[int],
+    count: int,
+    index: torch.dtype,
+    value: torch.dtype,
+    names: set[str],
+) -> None:
     arrays = {
-        "w@delta_idx": torch.tensor(positions, dtype=torch.int64).to(index), "w@delta_val": torch.full((count,), 99).to(value),
-        "b": torch.ones(5, dtype=torch.bfloat16), "w": torch.zeros(3, 4), "x": torch.zeros(2), "@delta_idx": i32(0), "": torch.zeros(1),
-    }  # fmt: skip
+        "w@delta_idx": torch.tensor(positions, dtype=torch.int64).to(index),
+        "w@delta_val": torch.full((count,), 99).to(value),
+        "b": torch.ones(5, dtype=torch.bfloat16),
+        "w": torch.zeros(3, 4),
+        "x": torch.zeros(2),
+        "@delta_idx": i32(0),
+        "": torch.zeros(1),
+    }
     pairs = "w@delta_idx" in names
     counts = [MAGIC, 1, 7, 4, int(pairs), len(names & {"b", "w", "x", ""})] if header is None else header
     tensors = {HEADER: torch.tensor(counts, dtype=torch.int64), **{name: arrays[name] for name in names}}
@@ -179,7 +207,11 @@ def test_whatever_comes_is_refused_or_applied_as_it_says(  # noqa: PLR0917
     assert all(torch.equal(base[name], BASE[name]) for name in base)
     good = index is torch.int32 and value is torch.float32 and len(positions) == count
     good &= positions == sorted(set(positions)) and all(0 <= position < 12 for position in positions)
-    if header is None and names <= {"w@delta_idx", "w@delta_val", "b"} and (pairs == ("w@delta_val" in names)):
+    if (
+        header is None
+        and names <= {"w@delta_idx", "w@delta_val", "b"}
+        and (pairs == ("w@delta_val" in names))
+    ):
         assert (made is not None) == (good or not pairs)
     if made is not None and pairs:
         assert made["w"].view(-1)[positions].tolist() == [99.0] * count

@@ -34,7 +34,9 @@ def random_bits(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def space_of(width: int, *pieces: tuple[int, Block]) -> FlatSpace:
-    return FlatSpace.of(width, Pieces.of(Piece(slot, index, block) for index, (slot, block) in enumerate(pieces)))
+    return FlatSpace.of(
+        width, Pieces.of(Piece(slot, index, block) for index, (slot, block) in enumerate(pieces))
+    )
 
 
 def translated(kernel: ModuleType, index_maps, first: int, positions, bits) -> list[tuple[int, int]]:
@@ -55,7 +57,9 @@ def target_of(space: FlatSpace, seed: int, strided: bool = False, width: int | N
     for index, piece in enumerate(space.pieces):
         tensor = random_bits(piece.block.numel, width, seed + index).view(piece.block.shape)
         if strided and index % 2 == 0:
-            tensor = tensor.mT.contiguous().mT if tensor.dim() > 1 else torch.stack([tensor, tensor], -1)[..., 0]
+            tensor = (
+                tensor.mT.contiguous().mT if tensor.dim() > 1 else torch.stack([tensor, tensor], -1)[..., 0]
+            )
         tensors.append(tensor)
     return FlatTensors(tensors, width, space.starts)
 
@@ -74,7 +78,11 @@ def test_translate_sends_every_position_to_all_its_homes(data) -> None:
     positions = np.flatnonzero(kept).tolist()
     for width in BITS:
         bits = random_bits(len(positions), width)
-        wanted = sorted((home, bit) for position, bit in zip(positions, bits.tolist(), strict=True) for home in expected[begin + position])
+        wanted = sorted(
+            (home, bit)
+            for position, bit in zip(positions, bits.tolist(), strict=True)
+            for home in expected[begin + position]
+        )
         for kernel in KERNELS:
             assert sorted(translated(kernel, index_maps, begin, positions, bits)) == wanted
 
@@ -101,9 +109,16 @@ def test_place_writes_every_home_and_nothing_else(data) -> None:
     begin = data.draw(st.integers(0, source.numel))
     end, strided = data.draw(st.integers(begin, source.numel)), data.draw(st.booleans())
     index_maps, places = build_index_maps(source, receiver), homes(source, receiver, shapes)[begin:end]
-    touched = {int(np.searchsorted(receiver.starts, home, side="right")) - 1 for several in places for home in several}
+    touched = {
+        int(np.searchsorted(receiver.starts, home, side="right")) - 1
+        for several in places
+        for home in several
+    }
     for width in BITS:
-        flats, bits = [target_of(receiver, 100, strided, width) for _ in KERNELS], random_bits(end - begin, width)
+        flats, bits = (
+            [target_of(receiver, 100, strided, width) for _ in KERNELS],
+            random_bits(end - begin, width),
+        )
         expected, before = content(flats[0]), [tensor._version for tensor in flats[0].tensors]
         for several, bit in zip(places, bits.tolist(), strict=True):
             for home in several:
@@ -120,14 +135,21 @@ def test_ranks_that_are_placed_alike_need_one_entry() -> None:
     blocks = [cut_block(shape, (3, 2), (1, 1), [Cut(0, 1), Cut(0, 0)] if shape else []) for shape in shapes]
     source, receiver = (space_of(2, *enumerate(blocks)) for _ in range(2))
     (index_map,) = build_index_maps(source, receiver)
-    assert (index_map.begin.tolist(), index_map.end.tolist(), index_map.shift.tolist(), len(index_map.extent)) == ([0], [source.numel], [0], 0)
+    assert (
+        index_map.begin.tolist(),
+        index_map.end.tolist(),
+        index_map.shift.tolist(),
+        len(index_map.extent),
+    ) == ([0], [source.numel], [0], 0)
 
 
 def test_neighbours_are_joined_only_where_both_sides_continue() -> None:
     source = whole_space(2, (4,), (5,), (6,), (7,))
     receiver = space_of(2, *((slot, Block.whole((4 + slot,))) for slot in (0, 1, 3)))
     (index_map,) = build_index_maps(source, receiver)
-    assert list(zip(index_map.begin.tolist(), index_map.end.tolist(), index_map.shift.tolist(), strict=True)) == [(0, 9, 0), (15, 22, -6)]
+    assert list(
+        zip(index_map.begin.tolist(), index_map.end.tolist(), index_map.shift.tolist(), strict=True)
+    ) == [(0, 9, 0), (15, 22, -6)]
 
 
 def test_entries_of_like_geometry_share_their_axes() -> None:
@@ -141,7 +163,9 @@ def test_entries_of_like_geometry_share_their_axes() -> None:
 def test_a_tied_source_feeds_untied_receivers(kernel: ModuleType) -> None:
     """One slot on the source, two tensors on the receiver: the second home is in a second table."""
     source = whole_space(2, (3,), (2, 4), (2,))
-    receiver = space_of(2, (0, Block.whole((3,))), (1, Block.whole((2, 4))), (1, Block.whole((2, 4))), (2, Block.whole((2,))))
+    receiver = space_of(
+        2, (0, Block.whole((3,))), (1, Block.whole((2, 4))), (1, Block.whole((2, 4))), (2, Block.whole((2,)))
+    )
     index_maps = build_index_maps(source, receiver)
     assert [len(index_map.begin) for index_map in index_maps] == [2, 1]
     bits = random_bits(13, 2)
@@ -202,11 +226,18 @@ def test_blocks_that_are_cut_along_every_dimension(kernel: ModuleType, seed: int
         return tuple((int(low), int(high - low)) for low, high in edges)
 
     shapes = [(7,), DEEP, (3,)]
-    spaces = [space_of(2, (0, Block.whole((7,))), (1, Block(tuple(map(strided, DEEP)))), (2, Block.whole((3,)))) for _ in range(2)]
+    spaces = [
+        space_of(2, (0, Block.whole((7,))), (1, Block(tuple(map(strided, DEEP)))), (2, Block.whole((3,))))
+        for _ in range(2)
+    ]
     (index_map,) = build_index_maps(*spaces)
     assert index_map.axes.max() >= 3
     bits, flat = random_bits(spaces[0].numel, 2), target_of(spaces[1], 9)
-    wanted = [(home, bit) for several, bit in zip(homes(*spaces, shapes), bits.tolist(), strict=True) for home in several]
+    wanted = [
+        (home, bit)
+        for several, bit in zip(homes(*spaces, shapes), bits.tolist(), strict=True)
+        for home in several
+    ]
     assert sorted(translated(kernel, [index_map], 0, range(spaces[0].numel), bits)) == sorted(wanted)
     expected = content(flat)
     for home, bit in wanted:
@@ -218,12 +249,16 @@ def test_blocks_that_are_cut_along_every_dimension(kernel: ModuleType, seed: int
 
 @st.composite
 def rectangles(draw):
-    """Draw the shape of a slot and two rectangles of it that overlap mostly; one to six dimensions, of length one too."""
+    """Draw the shape of a slot and two rectangles of it that overlap mostly; one to six dimensions, of length
+    one too.
+    """
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=1, max_size=6)))
     blocks = []
     for _ in range(2):
         low = [draw(st.integers(0, (size - 1) // 2)) for size in shape]
-        length = [draw(st.integers((size - at + 1) // 2, size - at)) for size, at in zip(shape, low, strict=True)]
+        length = [
+            draw(st.integers((size - at + 1) // 2, size - at)) for size, at in zip(shape, low, strict=True)
+        ]
         blocks.append(Block.rectangle(tuple(low), tuple(length)))
     return shape, *blocks
 
@@ -233,19 +268,31 @@ def rectangles(draw):
 def test_rectangles_within_rectangles(drawn, width: int) -> None:
     """The common case: one run along each axis, between two other slots."""
     shape, own, theirs = drawn
-    source, receiver = (space_of(width, (0, Block.whole((3,))), (1, block), (2, Block.whole((2,)))) for block in (own, theirs))
+    source, receiver = (
+        space_of(width, (0, Block.whole((3,))), (1, block), (2, Block.whole((2,)))) for block in (own, theirs)
+    )
     bits = random_bits(source.numel, width)
     several = homes(source, receiver, [(3,), shape, (2,)])
     wanted = sorted((home, bit) for home_, bit in zip(several, bits.tolist(), strict=True) for home in home_)
     for kernel in KERNELS:
-        assert sorted(translated(kernel, build_index_maps(source, receiver), 0, range(source.numel), bits)) == wanted
+        assert (
+            sorted(translated(kernel, build_index_maps(source, receiver), 0, range(source.numel), bits))
+            == wanted
+        )
 
 
-@pytest.mark.parametrize("shape", [(65535, 65537), (65536, 65536), (3, 1431655765), (1431655765, 3), (1 << 10, 1 << 11, (1 << 11) - 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(65535, 65537), (65536, 65536), (3, 1431655765), (1431655765, 3), (1 << 10, 1 << 11, (1 << 11) - 1)],
+)
 def test_quotients_are_exact_up_to_the_last_position(shape: tuple[int, ...]) -> None:
-    """About 2^32 elements, just below and just above: with products or with divisions, where rows end as well."""
+    """About 2^32 elements, just below and just above: with products or with divisions, where rows end as
+    well.
+    """
     source = whole_space(2, shape)
-    receiver = space_of(2, (0, Block.rectangle(tuple(min(1, size - 2) for size in shape), tuple(size - 2 for size in shape))))
+    receiver = space_of(
+        2, (0, Block.rectangle(tuple(min(1, size - 2) for size in shape), tuple(size - 2 for size in shape)))
+    )
     (index_map,) = build_index_maps(source, receiver)
     rng = np.random.default_rng(0)
     for first in (0, 1 << 31, source.numel - (1 << 20)):
@@ -265,9 +312,15 @@ def test_entries_with_axes_that_touch_stay_apart(kernel: ModuleType) -> None:
     source = space_of(2, (0, Block.rectangle((0, 0), (10, 6))), (0, Block.rectangle((10, 0), (10, 6))))
     receiver = space_of(2, (0, Block((((0, 20),), ((0, 1), (5, 1))))))
     (index_map,) = build_index_maps(source, receiver)
-    assert list(zip(index_map.begin.tolist(), index_map.end.tolist(), index_map.axes.tolist(), strict=True)) == [(0, 60, 2), (60, 120, 2)]
+    assert list(
+        zip(index_map.begin.tolist(), index_map.end.tolist(), index_map.axes.tolist(), strict=True)
+    ) == [(0, 60, 2), (60, 120, 2)]
     bits = random_bits(120, 2)
-    wanted = sorted((home, bit) for several, bit in zip(homes(source, receiver, [(20, 6)]), bits.tolist(), strict=True) for home in several)
+    wanted = sorted(
+        (home, bit)
+        for several, bit in zip(homes(source, receiver, [(20, 6)]), bits.tolist(), strict=True)
+        for home in several
+    )
     assert sorted(translated(kernel, [index_map], 0, range(120), bits)) == wanted
 
 
@@ -276,14 +329,24 @@ HUGE = (1 << 20, 5000)
 
 
 def huge_spaces() -> tuple[list[tuple[int, ...]], FlatSpace, FlatSpace]:
-    """A source whose rows are strided, a receiver of some columns and a tail; the source's space passes 2^31 more than once."""
+    """A source whose rows are strided, a receiver of some columns and a tail; the source's space passes 2^31
+    more than once.
+    """
     shapes = [(3 << 30,), HUGE, (1000, 7), (1 << 33,)]
     rows = cut_block(HUGE, (4, 2), (1, 1), [Cut(0, 1), Cut(0, 0, split_factor=64)])
     assert len(rows.runs[0]) > 1
-    source = space_of(2, (0, Block.rectangle((0,), (3 << 30,))), (1, rows), (2, Block.whole((1000, 7))), (3, Block.whole((1 << 33,))))
+    source = space_of(
+        2,
+        (0, Block.rectangle((0,), (3 << 30,))),
+        (1, rows),
+        (2, Block.whole((1000, 7))),
+        (3, Block.whole((1 << 33,))),
+    )
     tail = (1 << 33) - (1 << 20)
     columns = (1, Block((((0, 1 << 20),), ((17, 3), (4000, 900)))))
-    receiver = space_of(2, columns, (2, Block.rectangle((0, 3), (1000, 2))), (3, Block.rectangle((5,), (tail,))))
+    receiver = space_of(
+        2, columns, (2, Block.rectangle((0, 3), (1000, 2))), (3, Block.rectangle((5,), (tail,)))
+    )
     return shapes, source, receiver
 
 
@@ -292,11 +355,29 @@ def test_spaces_beyond_2_to_31(kernel: ModuleType) -> None:
     shapes, source, receiver = huge_spaces()
     index_maps = build_index_maps(source, receiver)
     pieces, rng = list(source.pieces), np.random.default_rng(0)
-    starts = [0, 1, (1 << 31) - 2, 1 << 31, (1 << 32) - 3, *source.starts[:-1].tolist(), *rng.integers(0, source.numel, 50).tolist()]
+    starts = [
+        0,
+        1,
+        (1 << 31) - 2,
+        1 << 31,
+        (1 << 32) - 3,
+        *source.starts[:-1].tolist(),
+        *rng.integers(0, source.numel, 50).tolist(),
+    ]
     found = 0
     for first in starts:
         most = min(source.numel - first, (1 << 31) - 1)
-        positions = sorted({0, 1, 2, *rng.integers(0, most, 200).tolist(), *rng.integers(0, 5000, 200).tolist(), most - 2, most - 1})
+        positions = sorted(
+            {
+                0,
+                1,
+                2,
+                *rng.integers(0, most, 200).tolist(),
+                *rng.integers(0, 5000, 200).tolist(),
+                most - 2,
+                most - 1,
+            }
+        )
         bits = random_bits(len(positions), 2)
         expected = []
         for position, bit in zip(positions, bits.tolist(), strict=True):
@@ -329,8 +410,18 @@ def test_what_meets_no_entry_is_not_staged() -> None:
     source = whole_space(2, (10,), (20,), (30,))
     receiver = space_of(2, (0, Block.rectangle((4,), (6,))), (2, Block.rectangle((0,), (5,))))
     target = Target(target_of(receiver, 0), {0: build_index_maps(source, receiver)})
-    held = [(begin, end) for begin in range(60) for end in range(begin + 1, 61) if target.holds(0, begin, end - begin)]
-    assert held == [(b, e) for b in range(60) for e in range(b + 1, 61) if {*range(b, e)} & {*range(4, 10), *range(30, 35)}]
+    held = [
+        (begin, end)
+        for begin in range(60)
+        for end in range(begin + 1, 61)
+        if target.holds(0, begin, end - begin)
+    ]
+    assert held == [
+        (b, e)
+        for b in range(60)
+        for e in range(b + 1, 61)
+        if {*range(b, e)} & {*range(4, 10), *range(30, 35)}
+    ]
     assert not target.holds(1, 0, 60)
     staged = StagedPatch()
     frame = random_bits(60, 2).clone()
@@ -362,7 +453,9 @@ def test_nothing_in_nothing_out(kernel: ModuleType) -> None:
 @some
 @given(st.data())
 def test_a_staged_patch_is_applied_through_all_layers(data) -> None:
-    """Sparse and dense segments, of bits and of distances, end up where a copy of the slot would have put them."""
+    """Sparse and dense segments, of bits and of distances, end up where a copy of the slot would have put
+    them.
+    """
     shapes, source, receiver = data.draw(pairs_of_spaces(4))
     flat, known = target_of(receiver, 100, data.draw(st.booleans())), random_bits(source.numel, 4, 1)
     target, staged = Target(flat, {3: build_index_maps(source, receiver)}), StagedPatch()
@@ -374,7 +467,10 @@ def test_a_staged_patch_is_applied_through_all_layers(data) -> None:
         for home in homes(source, receiver, shapes)[position]:
             expected[home] = int(new[position])
     where = torch.tensor(kept, dtype=torch.int64)
-    for first, length, positions in ((0, middle, None), (middle, source.numel - middle, (where - middle).int())):
+    for first, length, positions in (
+        (0, middle, None),
+        (middle, source.numel - middle, (where - middle).int()),
+    ):
         here = slice(0, middle) if positions is None else where
         relative = data.draw(st.booleans())
         values = torch_codecs.subtract(new[here], known[here]) if relative else new[here]
@@ -395,7 +491,9 @@ def test_what_is_staged_shares_the_memory_of_its_frame() -> None:
     staged.add(target, 0, Segment(0, 10, positions, values))
     staged.add(target, 0, Segment(0, 10, positions, values, relative=True))
     staged.add(target, 0, Segment(10, 20, None, dense))
-    held = [segment.positions for *_, segment in staged.sparse] + [segment.values for *_, segment in staged.sparse]
+    held = [segment.positions for *_, segment in staged.sparse] + [
+        segment.values for *_, segment in staged.sparse
+    ]
     assert [tensor.data_ptr() for tensor in held] == [positions.data_ptr()] * 2 + [values.data_ptr()] * 2
     assert [bits.data_ptr() for *_, bits in staged.dense] == [dense.data_ptr()]
 

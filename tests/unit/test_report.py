@@ -19,12 +19,17 @@ def changed(**fields: object) -> str:
 
 
 def test_a_report_is_one_line() -> None:
-    assert str(REPORT) == "v7 -> v8 delta: 10 of 1,000 changed (1.00 %), 96 B to each receiver (dense 2.0 kB, 20.8x), 2 frames, 10.0 ms"
+    assert (
+        str(REPORT) == "v7 -> v8 delta: 10 of 1,000 changed (1.00 %), 96 B to each receiver (dense 2.0 "
+        "kB, 20.8x), 2 frames, 10.0 ms"
+    )
     assert "\n" not in changed(reason="rank 1 seeded: it had no version", phases={"wire": 1.0})
 
 
 def test_a_first_sync_has_no_base_and_says_why_it_is_full() -> None:
-    assert changed(base_version=None, kind="full", reason="first sync").startswith("none -> v8 full (first sync): ")
+    assert changed(base_version=None, kind="full", reason="first sync").startswith(
+        "none -> v8 full (first sync): "
+    )
 
 
 def test_nothing_changed_divides_by_nothing() -> None:
@@ -40,7 +45,14 @@ def test_density_is_changed_over_total() -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(999, "999 B"), (1000, "1.0 kB"), (999_900, "999.9 kB"), (1_500_000, "1.5 MB"), (2_500_000_000, "2.5 GB"), (10**15, "1000000.0 GB")],
+    [
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (999_900, "999.9 kB"),
+        (1_500_000, "1.5 MB"),
+        (2_500_000_000, "2.5 GB"),
+        (10**15, "1000000.0 GB"),
+    ],
 )
 def test_bytes_are_shown_in_the_unit_that_fits(number: int, text: str) -> None:
     assert f" {text} to each receiver" in changed(wire_bytes=number)
@@ -52,10 +64,11 @@ def test_phases_show_in_their_order_and_only_if_they_took_time() -> None:
 
 
 CODECS = {
-    "": {}, "codec ef+planes, ": {"ef+planes": 7},
+    "": {},
+    "codec ef+planes, ": {"ef+planes": 7},
     "codecs ef+planes, u16+raw, ": {"u16+raw": 2, "ef+planes": 7},
     "codecs a, b, c and 2 more, ": {"c": 1, "e": 1, "b": 4, "d": 1, "a": 4},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("text", "codecs"), CODECS.items(), ids=map(str, map(len, CODECS.values())))

@@ -154,7 +154,10 @@ def test_every_flipped_bit_of_a_row_and_of_its_guard_is_noticed() -> None:
         damaging(
             wire, lambda parts, before: flip(len(before) - 1)(parts, before) if wire.rank == VICTIM else None
         )
-        return [isinstance(outcome(lambda: wire.all_gather_rows(np.array([wire.rank, 5, 0]))), str) for _ in range(size)]
+        return [
+            isinstance(outcome(lambda: wire.all_gather_rows(np.array([wire.rank, 5, 0]))), str)
+            for _ in range(size)
+        ]
 
     assert on_wires(turns) == [[rank == VICTIM] * size for rank in MEMBERS]
 

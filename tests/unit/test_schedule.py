@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from dte_dist.plan.chunks import SEGMENT, Chunk, ChunkPlan, FrameSlot, pack_buckets
 
 WIDTHS = [1, 2, 4, 8]
-TOTALS = st.dictionaries(st.integers(0, 5), st.dictionaries(st.sampled_from(WIDTHS), st.integers(0, 3000)), min_size=1)
+TOTALS = st.dictionaries(
+    st.integers(0, 5), st.dictionaries(st.sampled_from(WIDTHS), st.integers(0, 3000)), min_size=1
+)
 BUCKETS = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 like = settings(max_examples=150, deadline=None)
 
@@ -40,7 +42,10 @@ def test_ranks_cut_alike_whatever_order_they_learnt_of_each_other_in(totals, buc
         random.shuffle(items)
         return dict(items)
 
-    one, other = ChunkPlan(totals, bucket_bytes), ChunkPlan(shuffled((s, shuffled(w.items())) for s, w in totals.items()), bucket_bytes)
+    one, other = (
+        ChunkPlan(totals, bucket_bytes),
+        ChunkPlan(shuffled((s, shuffled(w.items())) for s, w in totals.items()), bucket_bytes),
+    )
     assert one.room == other.room
     assert all(one.chunks(source) == other.chunks(source) for source in totals)
 
@@ -74,7 +79,10 @@ def test_a_space_beyond_2_to_31() -> None:
     assert (len(chunks), chunks[-1]) == (97, Chunk(96, 1, 3 << 31, 7))
 
 
-@given(st.integers(0, 1 << 40), st.one_of(st.integers(1, 3 * SEGMENT), st.sampled_from([SEGMENT - 1, SEGMENT, SEGMENT + 1])))
+@given(
+    st.integers(0, 1 << 40),
+    st.one_of(st.integers(1, 3 * SEGMENT), st.sampled_from([SEGMENT - 1, SEGMENT, SEGMENT + 1])),
+)
 def test_segments_tile_a_chunk(first: int, length: int) -> None:
     segments = list(Chunk(0, 1, first, length).segments())
     assert segments[0][0] == first
@@ -86,7 +94,9 @@ def test_segments_tile_a_chunk(first: int, length: int) -> None:
 
 SIZES = st.integers(1, 4).flatmap(
     lambda chunks: st.dictionaries(
-        st.integers(0, 9), st.lists(st.one_of(st.just(0), st.integers(1, 90)), min_size=chunks, max_size=chunks), max_size=5
+        st.integers(0, 9),
+        st.lists(st.one_of(st.just(0), st.integers(1, 90)), min_size=chunks, max_size=chunks),
+        max_size=5,
     )
 )
 
@@ -110,9 +120,15 @@ def test_buckets_hold_every_frame_once_in_order(sizes, bucket_bytes) -> None:
 def test_a_frame_larger_than_a_bucket_has_one_of_its_own() -> None:
     buckets = pack_buckets({4: [10, 100, 10], 7: [10, 10, 0]}, 30)
     small, large = FrameSlot(4, 0, 0, 10), FrameSlot(4, 1, 0, 100)
-    assert buckets == [[small, FrameSlot(7, 0, 10, 20)], [large], [FrameSlot(7, 1, 0, 10), FrameSlot(4, 2, 10, 20)]]
+    assert buckets == [
+        [small, FrameSlot(7, 0, 10, 20)],
+        [large],
+        [FrameSlot(7, 1, 0, 10), FrameSlot(4, 2, 10, 20)],
+    ]
 
 
 def test_sources_with_fewer_chunks_and_syncs_without_frames() -> None:
-    assert pack_buckets({0: [5], 1: [5, 6]}, 64) == [[FrameSlot(0, 0, 0, 5), FrameSlot(1, 0, 5, 10), FrameSlot(1, 1, 10, 16)]]
+    assert pack_buckets({0: [5], 1: [5, 6]}, 64) == [
+        [FrameSlot(0, 0, 0, 5), FrameSlot(1, 0, 5, 10), FrameSlot(1, 1, 10, 16)]
+    ]
     assert pack_buckets({}, 64) == pack_buckets({0: []}, 64) == pack_buckets({0: [0, 0], 1: [0, 0]}, 64) == []

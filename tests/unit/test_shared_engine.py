@@ -1,4 +1,6 @@
-"""Unit tier, no ranks: `DeltaEngine` along a plan; other layouts, and what a sender has no right to write, are refused."""
+"""Unit tier, no ranks: `DeltaEngine` along a plan; other layouts, and what a sender has no right to write,
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist import DeltaEngine, FrameError, Layout, LayoutMismatch, LoopbackTransport, Payload, Plan, VersionGap, VersionRestart
+from dte_dist import (
+    DeltaEngine,
+    FrameError,
+    Layout,
+    LayoutMismatch,
+    LoopbackTransport,
+    Payload,
+    Plan,
+    VersionGap,
+    VersionRestart,
+)
 from dte_dist.engine.payload import HEADER, INDEX, MAGIC, VALUE
 from dte_dist.errors import DeltaError
 from dte_dist.plan.model_map import RankLayout
@@ -22,10 +34,17 @@ View = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 class Job:
     """Senders and receivers in one process, numbered from 0 on; each is a list of views, or a layout."""
 
-    def __init__(self, senders: list[Any], receivers: list[Any], wire: dict[str, str] | None = None, **options: Any) -> None:
-        self.layouts = [each if isinstance(each, Layout) else Layout.from_views(each) for each in (*senders, *receivers)]
+    def __init__(
+        self, senders: list[Any], receivers: list[Any], wire: dict[str, str] | None = None, **options: Any
+    ) -> None:
+        self.layouts = [
+            each if isinstance(each, Layout) else Layout.from_views(each) for each in (*senders, *receivers)
+        ]
         self.senders, self.receivers = range(len(senders)), range(len(senders), len(self.layouts))
-        sources = {rank: RankLayout(self.layouts[rank].manifest, self.layouts[rank].coordinates, wire) for rank in self.senders}
+        sources = {
+            rank: RankLayout(self.layouts[rank].manifest, self.layouts[rank].coordinates, wire)
+            for rank in self.senders
+        }
         self.plan = Plan.between(sources, {rank: self.layouts[rank] for rank in self.receivers})
         self.transport = LoopbackTransport()
         self.engines = [self.engine(rank, **options) for rank in range(len(self.layouts))]
@@ -52,13 +71,19 @@ def rows(full: Tensor, ranks: int, name: str = "w") -> list[list[View]]:
     """Cut a tensor by rows; every part has memory of its own."""
     step = full.shape[0] // ranks
     parts = [full[rank * step : (rank + 1) * step].clone() for rank in range(ranks)]
-    return [[(name, part, tuple(full.shape), (rank * step, *[0] * (full.dim() - 1)))] for rank, part in enumerate(parts)]
+    return [
+        [(name, part, tuple(full.shape), (rank * step, *[0] * (full.dim() - 1)))]
+        for rank, part in enumerate(parts)
+    ]
 
 
 def columns(full: Tensor, ranks: int, name: str = "w") -> list[list[View]]:
     """Zeros, cut by columns."""
     step = full.shape[1] // ranks
-    return [[(name, torch.zeros(full.shape[0], step, dtype=full.dtype), tuple(full.shape), (0, rank * step))] for rank in range(ranks)]
+    return [
+        [(name, torch.zeros(full.shape[0], step, dtype=full.dtype), tuple(full.shape), (0, rank * step))]
+        for rank in range(ranks)
+    ]
 
 
 def whole(views: list[list[View]], shape: tuple[int, ...]) -> Tensor:
@@ -95,9 +120,18 @@ def test_what_travels(ratio: float) -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_fused_tensors_and_several_regions_of_one_tensor(ratio: float) -> None:
-    """Sender: query and key fused, the key in two parts in the other order. Receiver: fused otherwise, with padding."""
-    fused, other = random_bits((10, 4), torch.bfloat16, torch.Generator().manual_seed(1)), torch.zeros(13, 4, dtype=torch.bfloat16)
-    sender = [("k", fused[6:8], (4, 4), (2, 0)), ("q", fused[:6], (6, 4), (0, 0)), ("k", fused[8:], (4, 4), (0, 0))]
+    """Sender: query and key fused, the key in two parts in the other order. Receiver: fused otherwise, with
+    padding.
+    """
+    fused, other = (
+        random_bits((10, 4), torch.bfloat16, torch.Generator().manual_seed(1)),
+        torch.zeros(13, 4, dtype=torch.bfloat16),
+    )
+    sender = [
+        ("k", fused[6:8], (4, 4), (2, 0)),
+        ("q", fused[:6], (6, 4), (0, 0)),
+        ("k", fused[8:], (4, 4), (0, 0)),
+    ]
     receiver = [
         ("q", other[1:4], (6, 4), (0, 0)),
         ("k", other[5:8], (4, 4), (1, 0)),
@@ -113,7 +147,9 @@ def test_fused_tensors_and_several_regions_of_one_tensor(ratio: float) -> None:
         fused.view(torch.int16)[[1, 5, 6, 9], [0, 1, 2, 3]] ^= 1
     names = set(payloads[0].tensors) - {HEADER}
     assert names == (
-        {"k[0]", "k[1]", "q"} if not ratio else {f"{name}@delta_{end}" for name in ("k[0]", "k[1]", "q") for end in ("idx", "val")}
+        {"k[0]", "k[1]", "q"}
+        if not ratio
+        else {f"{name}@delta_{end}" for name in ("k[0]", "k[1]", "q") for end in ("idx", "val")}
     )
 
 
@@ -121,7 +157,10 @@ def test_fused_tensors_and_several_regions_of_one_tensor(ratio: float) -> None:
 def test_tied_tensors_are_sent_once(tied: bool) -> None:
     weight, homes = torch.randn(6, 4), [torch.zeros(6, 4) for _ in range(2)]
     targets = {"embed": homes[0], "head": homes[0] if tied else homes[1], "norm": torch.zeros(4)}
-    job = Job([Layout.from_tensors({"embed": weight, "head": weight, "norm": torch.ones(4)})], [Layout.from_tensors(targets)])
+    job = Job(
+        [Layout.from_tensors({"embed": weight, "head": weight, "norm": torch.ones(4)})],
+        [Layout.from_tensors(targets)],
+    )
     for version in range(3):
         (payload,) = job.both(version)
         assert not any(name.startswith("head") for name in payload.tensors)
@@ -177,7 +216,13 @@ def test_what_stands_for_a_layout() -> None:
 def test_options_are_checked() -> None:
     layout = Layout.from_tensors({"w": torch.zeros(4)})
     plan, transport = Plan.between({0: layout}, {1: layout}), LoopbackTransport()
-    for wrong in ({"plan": plan}, {"rank": 1}, {"plan": plan, "rank": -1}, {"plan": plan, "rank": True}, {"plan": 3, "rank": 0}):
+    for wrong in (
+        {"plan": plan},
+        {"rank": 1},
+        {"plan": plan, "rank": -1},
+        {"plan": plan, "rank": True},
+        {"plan": 3, "rank": 0},
+    ):
         with pytest.raises(ValueError, match="plan"):
             DeltaEngine(transport, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no sender of the plan"):
@@ -208,13 +253,15 @@ def test_layouts_that_are_not_those_of_the_plan() -> None:
         (0, view([("w", torch.zeros(4, 6), (9, 6), (0, 0))]), "something else"),
         (0, view([("w", torch.zeros(4, 6, dtype=torch.int32), (8, 6), (0, 0))]), "another dtype"),
         (0, view([]), "not those of the plan"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(LayoutMismatch, match=said):
             job.engines[rank].push(wrong, 2)
     for wrong, said in (
-        (job.layouts[3], "something else"), (job.layouts[0], "something else"), (view([]), "not those of the plan"),
+        (job.layouts[3], "something else"),
+        (job.layouts[0], "something else"),
+        (view([]), "not those of the plan"),
         (view([("w", torch.zeros(8, 3, dtype=torch.bfloat16), (8, 6), (0, 0))]), "another dtype"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(LayoutMismatch, match=said):
             job.engines[2].pull(wrong, 1)
     job.pull(1)
@@ -226,15 +273,39 @@ def test_layouts_that_are_not_those_of_the_plan() -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor], int], dict[str, Tensor]], type[DeltaError], str]] = {
-    "rows of the other": (lambda said, own: said | {"w@delta_idx": i32(25 - own, 28 - own)}, FrameError, "does not send by the plan"),
-    "outside the tensor": (lambda said, _: said | {"w@delta_idx": i32(3, 48)}, FrameError, "outside its slot"),
-    "int64": (lambda said, own: said | {"w@delta_idx": torch.tensor([own, own + 3])}, FrameError, "another dtype"),
+    "rows of the other": (
+        lambda said, own: said | {"w@delta_idx": i32(25 - own, 28 - own)},
+        FrameError,
+        "does not send by the plan",
+    ),
+    "outside the tensor": (
+        lambda said, _: said | {"w@delta_idx": i32(3, 48)},
+        FrameError,
+        "outside its slot",
+    ),
+    "int64": (
+        lambda said, own: said | {"w@delta_idx": torch.tensor([own, own + 3])},
+        FrameError,
+        "another dtype",
+    ),
     "falling": (lambda said, own: said | {"w@delta_idx": i32(own + 3, own)}, FrameError, "ascending"),
-    "values of another dtype": (lambda said, _: said | {"w@delta_val": torch.zeros(2, dtype=torch.float16)}, LayoutMismatch, "dtype"),
-    "unknown name": (lambda said, _: said | {f"v{end}": said[f"w{end}"] for end in (INDEX, VALUE)}, LayoutMismatch, "'v'"),
+    "values of another dtype": (
+        lambda said, _: said | {"w@delta_val": torch.zeros(2, dtype=torch.float16)},
+        LayoutMismatch,
+        "dtype",
+    ),
+    "unknown name": (
+        lambda said, _: said | {f"v{end}": said[f"w{end}"] for end in (INDEX, VALUE)},
+        LayoutMismatch,
+        "'v'",
+    ),
     "smaller part": (lambda *_: {"w": torch.zeros(3, 6)}, LayoutMismatch, "another shape"),
     "flat part": (lambda *_: {"w": torch.zeros(24)}, LayoutMismatch, "another shape"),
-    "whole of another dtype": (lambda *_: {"w": torch.zeros(4, 6, dtype=torch.int32)}, LayoutMismatch, "another dtype"),
+    "whole of another dtype": (
+        lambda *_: {"w": torch.zeros(4, 6, dtype=torch.int32)},
+        LayoutMismatch,
+        "another dtype",
+    ),
 }
 
 
@@ -297,7 +368,9 @@ def test_payloads_of_another_plan_sender_or_version_chain() -> None:
 
 
 def test_each_sender_has_its_own_lineage() -> None:
-    """One sender of two starts anew: its delta is refused, and its full payload goes with the delta of the other."""
+    """One sender of two starts anew: its delta is refused, and its full payload goes with the delta of the
+    other.
+    """
     full = torch.randn(8, 6)
     sources, copies = rows(full, 2), columns(full, 2)
     job = Job(sources, copies)

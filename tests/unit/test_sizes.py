@@ -1,7 +1,9 @@
-"""How small frames are: real AdamW steps and made ones, against the entropy of positions that are independent and of signed distances.
+"""How small frames are: real AdamW steps and made ones, against the entropy of positions that are independent
+and of signed distances.
 
-tests/data/adamw_steps.npz holds two single steps on 3.7 million weights of all-MiniLM-L6-v2: bf16 with fp32 masters at a learning rate of
-1e-6, and pure bf16 at 3e-6; the gaps between the elements that changed, and their bits before and after.
+tests/data/adamw_steps.npz holds two single steps on 3.7 million weights of all-MiniLM-L6-v2: bf16 with fp32
+masters at a learning rate of 1e-6, and pure bf16 at 3e-6; the gaps between the elements that changed, and
+their bits before and after.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ def recorded(name: str) -> tuple[Tensor, Tensor]:
     with np.load(DATA) as data:
         positions = np.cumsum(data[f"{name}_gaps"], dtype=np.int64)
         states = torch.zeros((2, int(data["total"])), dtype=torch.int16)
-        states[:, torch.from_numpy(positions)] = torch.from_numpy(np.stack([data[f"{name}_before"], data[f"{name}_after"]]))
+        states[:, torch.from_numpy(positions)] = torch.from_numpy(
+            np.stack([data[f"{name}_before"], data[f"{name}_after"]])
+        )
     return states[0], states[1]
 
 
 def made(rate: float, count: int = 4 << 20) -> tuple[Tensor, Tensor]:
-    """Return bits before and after a step of AdamW with fp32 masters: a uniform residual, and an update of 0.23 rates."""
+    """Return bits before and after a step of AdamW with fp32 masters: a uniform residual, and an update of
+    0.23 rates.
+    """
     rng = torch.Generator().manual_seed(0)
     weights = (torch.randn(count, generator=rng) * 0.04).bfloat16().float()
     ulp = torch.ldexp(torch.ones(count), torch.frexp(weights)[1] - 8)
@@ -81,10 +87,13 @@ def test_recorded_steps(name: str) -> None:
 @pytest.mark.parametrize(
     ("rate", "share", "factor", "each"),
     [
-        (1e-6, 0.0053, 1.08, 1.45), (2.4e-6, 0.0112, 1.08, 1.35), (1e-5, 0.037, 1.1, 1.15), (1e-4, 0.218, 1.145, 0.9),
+        (1e-6, 0.0053, 1.08, 1.45),
+        (2.4e-6, 0.0112, 1.08, 1.35),
+        (1e-5, 0.037, 1.1, 1.15),
+        (1e-4, 0.218, 1.145, 0.9),
         (2e-4, 0.344, 1.12, 0.8),
     ],
-)  # fmt: skip
+)
 def test_made_steps(rate: float, share: float, factor: float, each: float) -> None:
     """The more elements change, the further from the limit, and the fewer bytes for each."""
     before, after = made(rate)
@@ -103,5 +112,7 @@ def test_no_density_costs_more_than_0_6_of_all_elements(share: float, scale: int
     before = torch.randint(-(1 << 15), 1 << 15, (SEGMENT,), generator=rng).to(torch.int16)
     distances = (torch.randn(SEGMENT, generator=rng) * scale).round()
     distances = torch.where(distances == 0, 1, distances).to(torch.int16)
-    after = torch.where(torch.rand(SEGMENT, generator=rng) < share, torch_codecs.add(before, distances), before)
+    after = torch.where(
+        torch.rand(SEGMENT, generator=rng) < share, torch_codecs.add(before, distances), before
+    )
     assert written(before, after, "small")[0] <= 0.6 * 2 * SEGMENT

@@ -1,4 +1,6 @@
-"""A snapshot finds changes and takes them over, in ranges and waves; it can go back until it is settled, and says if it cannot."""
+"""A snapshot finds changes and takes them over, in ranges and waves; it can go back until it is settled, and
+says if it cannot.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ class Model:
     def __init__(self, sizes: dict[int, list[int]], segment: int = SEGMENT) -> None:
         self.tensors: dict[int, list[Tensor]] = {}
         for width, numels in sizes.items():
-            own = [torch.float32 if width == 2 and number % 2 else FLOATS[width] for number in range(len(numels))]
-            self.tensors[width] = [make(numel, own[i], 10 * width + i, i % 3 == 2) for i, numel in enumerate(numels)]
+            own = [
+                torch.float32 if width == 2 and number % 2 else FLOATS[width] for number in range(len(numels))
+            ]
+            self.tensors[width] = [
+                make(numel, own[i], 10 * width + i, i % 3 == 2) for i, numel in enumerate(numels)
+            ]
         self.totals = {width: sum(numels) for width, numels in sizes.items()}
         for width in sizes:
             self.set(width, self.bits(width))
@@ -47,7 +53,11 @@ class Model:
         return LiveSpace(FlatTensors(self.tensors[width], width), [FLOATS[width]] * len(self.tensors[width]))
 
     def refresh(self) -> None:
-        ranges = [(width, first, min(50, total - first)) for width, total in self.totals.items() for first in range(0, total, 50)]
+        ranges = [
+            (width, first, min(50, total - first))
+            for width, total in self.totals.items()
+            for first in range(0, total, 50)
+        ]
         self.snapshot.refresh({width: self.live(width) for width in self.totals}, ranges)
 
     def bits(self, width: int) -> np.ndarray:
@@ -57,10 +67,16 @@ class Model:
         return out.numpy()
 
     def set(self, width: int, bits: np.ndarray) -> None:
-        """Let the tensors hold these bits; where they are fp32, finite numbers near them, of which none is halfway to the next."""
+        """Let the tensors hold these bits; where they are fp32, finite numbers near them, of which none is
+        halfway to the next.
+        """
         parts = torch.from_numpy(bits.copy()).split([tensor.numel() for tensor in self.tensors[width]])
         for tensor, part in zip(self.tensors[width], parts, strict=True):
-            own = part if tensor.element_size() == width else ((part & ~0x80).int() << 16) | torch.randint(0x7FFF, part.shape).int()
+            own = (
+                part
+                if tensor.element_size() == width
+                else ((part & ~0x80).int() << 16) | torch.randint(0x7FFF, part.shape).int()
+            )
             tensor.view(own.dtype).copy_(own.view(tensor.shape))
 
     def change(self, width: int, pattern: str, seed: int) -> None:
@@ -77,8 +93,12 @@ class Model:
     def lives(self) -> dict[int, list[int]]:
         return {width: self.bits(width).tolist() for width in self.totals}
 
-    def advance(self, width: int, spans: Spans | None = None, detector: Detector | None = None) -> Iterator[list[Changed]]:
-        return self.snapshot.diff_and_update(self.live(width), width, spans or [(0, self.totals[width])], detector)
+    def advance(
+        self, width: int, spans: Spans | None = None, detector: Detector | None = None
+    ) -> Iterator[list[Changed]]:
+        return self.snapshot.diff_and_update(
+            self.live(width), width, spans or [(0, self.totals[width])], detector
+        )
 
     def take_over(self, detector: Detector | None = None) -> None:
         for width in self.totals:
@@ -122,7 +142,8 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 SIZES = {1: [70, 200], 2: [33, 150, 48, 91, 5], 4: [300], 8: [100, 57, 3]}
 
-# Finding -----------------------------------------------------------------------------------------------------------------
+# Finding ----------------------------------------------------------------------------------------------------
+# -------------
 
 
 def exact(live: Tensor, known: Tensor) -> Tensor:
@@ -147,7 +168,9 @@ def check_waves(waves: list[list[Found]], spans: Spans, segment: int, most: int)
             begin, length = next(left)
         border = found.first + found.length
         assert begin <= found.first and border <= begin + length
-        assert (found.first - begin) % segment == 0 and ((border - begin) % segment == 0 or border == begin + length)
+        assert (found.first - begin) % segment == 0 and (
+            (border - begin) % segment == 0 or border == begin + length
+        )
         assert len(found.new) == len(found.old) > 0
         assert found.positions is None or len(found.positions) == len(found.new) < found.length
 
@@ -156,13 +179,17 @@ def check_waves(waves: list[list[Found]], spans: Spans, segment: int, most: int)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataObject) -> None:
-    width, detector = data.draw(st.sampled_from([1, 2, 4, 8])), data.draw(st.sampled_from([None, None, exact, too_many]))
+    width, detector = (
+        data.draw(st.sampled_from([1, 2, 4, 8])),
+        data.draw(st.sampled_from([None, None, exact, too_many])),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "on", lambda device: kernel)
         patch.setattr(module, "_RANGE_SEGMENTS", data.draw(st.sampled_from([1, 2, 8])))
         patch.setattr(module, "_BATCH_CHANGES", most := data.draw(st.sampled_from([1, 7, 40, 300, 1 << 21])))
         model = Model(
-            {width: data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=6))}, data.draw(st.sampled_from([1, 16, 64, 500]))
+            {width: data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=6))},
+            data.draw(st.sampled_from([1, 16, 64, 500])),
         )
         total = model.totals[width]
         cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
@@ -170,10 +197,16 @@ def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataO
         model.change(width, data.draw(st.sampled_from(sorted(PATTERNS))), data.draw(st.integers(0, 99)))
         before, live = model.known(width), model.bits(width)
         enough = data.draw(st.sampled_from([None, None, 1, 2]))
-        waves = [[Found.of(changed) for changed in wave] for wave in islice(model.advance(width, spans, detector), enough)]
+        waves = [
+            [Found.of(changed) for changed in wave]
+            for wave in islice(model.advance(width, spans, detector), enough)
+        ]
         waves = [wave for wave in waves if wave]
         found = [changed for wave in waves for changed in wave]
-        places, changes = [at for changed in found for at in changed.places], np.flatnonzero(before != live).tolist()
+        places, changes = (
+            [at for changed in found for at in changed.places],
+            np.flatnonzero(before != live).tolist(),
+        )
         if enough is None:
             assert {*changes} <= {*places} if detector is too_many else changes == places
             assert np.array_equal(model.known(width), live)
@@ -192,7 +225,11 @@ def test_waves_of_the_size_that_there_is(pattern: str) -> None:
     total, segment = 5_000_000, 1 << 20
     model = Model({1: [total]}, segment)
     model.change(1, pattern, 5)
-    before, live, spans = model.known(1), model.bits(1), [(0, 3 * segment + 12345), (3 * segment + 12345, total - 3 * segment - 12345)]
+    before, live, spans = (
+        model.known(1),
+        model.bits(1),
+        [(0, 3 * segment + 12345), (3 * segment + 12345, total - 3 * segment - 12345)],
+    )
     changed, waves = np.zeros(total, bool), 0
     for wave in model.advance(1, spans):
         waves += 1
@@ -208,10 +245,13 @@ def test_waves_of_the_size_that_there_is(pattern: str) -> None:
     assert np.array_equal(model.known(1), before)
 
 
-# Going back --------------------------------------------------------------------------------------------------------------
+# Going back -------------------------------------------------------------------------------------------------
+# -------------
 
 
-@pytest.mark.parametrize("pattern", ["nothing", "tiny", "some", "0.3", "most", "everything", "runs", "all but one"])
+@pytest.mark.parametrize(
+    "pattern", ["nothing", "tiny", "some", "0.3", "most", "everything", "runs", "all but one"]
+)
 def test_many_widths_go_back_together(kernel: Any, small: None, pattern: str) -> None:
     model = Model(SIZES)
     before = model.everything()
@@ -226,7 +266,9 @@ def test_many_widths_go_back_together(kernel: Any, small: None, pattern: str) ->
 
 
 def test_after_undo_a_superset_is_found(kernel: Any, small: None) -> None:
-    """Not what has changed back in the meantime; and what was there before is what it was before the first try."""
+    """Not what has changed back in the meantime; and what was there before is what it was before the first
+    try.
+    """
     model = Model(SIZES)
     before = {width: model.known(width) for width in SIZES}
     for attempt in range(3):
@@ -264,7 +306,9 @@ def test_what_is_settled_is_not_undone(kernel: Any, small: None) -> None:
 
 
 def test_waves_that_nobody_asked_for_are_not_taken_over(kernel: Any, small: None) -> None:
-    """Whoever makes frames of a wave may fail: what is known then is the waves before it, and it, and all of them go back."""
+    """Whoever makes frames of a wave may fail: what is known then is the waves before it, and it, and all of
+    them go back.
+    """
     model = Model({4: [400]})
     before = model.known(4)
     model.change(4, "everything", 1)
@@ -280,16 +324,36 @@ def test_waves_that_nobody_asked_for_are_not_taken_over(kernel: Any, small: None
 def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
     """Positions and bits of few changes; all bits of a range of which much changed."""
     model = Model({2: [40_000]}, 1000)
-    for pattern, most in (("nothing", 0), ("tiny", 20 * 6), ("some", 4200 * 6), ("most", 80_000), ("everything", 80_000)):
+    for pattern, most in (
+        ("nothing", 0),
+        ("tiny", 20 * 6),
+        ("some", 4200 * 6),
+        ("most", 80_000),
+        ("everything", 80_000),
+    ):
         model.change(2, pattern, 3)
         model.take_over()
-        notes = [part for note in model.snapshot._undo_log for part in (note.positions, note.bits) if part is not None]
-        assert sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes}.values()) <= most
+        notes = [
+            part
+            for note in model.snapshot._undo_log
+            for part in (note.positions, note.bits)
+            if part is not None
+        ]
+        assert (
+            sum(
+                {
+                    part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes
+                }.values()
+            )
+            <= most
+        )
         model.snapshot.commit()
         assert not model.snapshot._undo_log
 
 
-def test_a_range_that_changed_much_costs_the_others_nothing(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_that_changed_much_costs_the_others_nothing(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One range of a wave is kept whole, the others where they changed; all go back."""
     monkeypatch.setattr(module, "_RANGE_SEGMENTS", 1)
     model = Model({2: [40_000]}, 1000)
@@ -298,17 +362,25 @@ def test_a_range_that_changed_much_costs_the_others_nothing(kernel: Any, monkeyp
     bits[[5, 2999, 4000, 17_000, 39_999]] ^= 1
     model.set(2, bits)
     model.take_over()
-    notes = [part for note in model.snapshot._undo_log for part in (note.positions, note.bits) if part is not None]
-    assert sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes}.values()) <= 2000 + 5 * 6
+    notes = [
+        part for note in model.snapshot._undo_log for part in (note.positions, note.bits) if part is not None
+    ]
+    assert (
+        sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes}.values())
+        <= 2000 + 5 * 6
+    )
     model.snapshot.roll_back()
     assert np.array_equal(model.known(2), before)
 
 
-# Breaking off ------------------------------------------------------------------------------------------------------------
+# Breaking off
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Failing:
-    """The kernels of a device, one of which fails when it is called for the k-th time: before it did anything, or after."""
+    """The kernels of a device, one of which fails when it is called for the k-th time: before it did
+    anything, or after.
+    """
 
     def __init__(self, kernel: Any, name: str, at: int, done: bool) -> None:
         self._kernel, self._name, self.left, self._done = kernel, name, at, done
@@ -346,7 +418,9 @@ def heals(model: Model) -> None:
 @pytest.mark.parametrize("done", [False, True], ids=["at once", "when it was done"])
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 11])
 @pytest.mark.parametrize("pattern", ["tiny", "0.3", "everything"])
-def test_a_kernel_that_fails_while_bits_are_taken_over(kernel: Any, small: None, pattern: str, at: int, done: bool) -> None:
+def test_a_kernel_that_fails_while_bits_are_taken_over(
+    kernel: Any, small: None, pattern: str, at: int, done: bool
+) -> None:
     model = Model(SIZES)
     for width in SIZES:
         model.change(width, pattern, 2)
@@ -359,11 +433,15 @@ def test_a_kernel_that_fails_while_bits_are_taken_over(kernel: Any, small: None,
 
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("pattern", ["some", "everything"])
-def test_notes_that_cannot_be_made(kernel: Any, small: None, monkeypatch: pytest.MonkeyPatch, pattern: str, at: int) -> None:
+def test_notes_that_cannot_be_made(
+    kernel: Any, small: None, monkeypatch: pytest.MonkeyPatch, pattern: str, at: int
+) -> None:
     model, empty, made = Model(SIZES), kernels.empty, []
     for width in SIZES:
         model.change(width, pattern, 2)
-        model.snapshot._scratch[width] = module._ScratchBuffers.of(model.totals[width], width, torch.device("cpu"))
+        model.snapshot._scratch[width] = module._ScratchBuffers.of(
+            model.totals[width], width, torch.device("cpu")
+        )
 
     def failing(*args: Any) -> Tensor:
         made.append(args)
@@ -417,7 +495,8 @@ def test_a_refresh_cannot_be_undone(kernel: Any, small: None) -> None:
     assert model.everything() == model.lives() and not model.snapshot.inconsistent
 
 
-# Interrupts --------------------------------------------------------------------------------------------------------------
+# Interrupts -------------------------------------------------------------------------------------------------
+# -------------
 
 FILE = "detect/snapshot.py"
 
@@ -431,7 +510,9 @@ class Restart:
         for width in sizes:
             model.change(width, pattern, 3)
         self.live = {width: model.bits(width) for width in sizes}
-        self.differ = {width: np.flatnonzero(self.before[width] != self.live[width]).tolist() for width in sizes}
+        self.differ = {
+            width: np.flatnonzero(self.before[width] != self.live[width]).tolist() for width in sizes
+        }
         assert all(self.differ.values())
 
     def __call__(self, taken: bool = False) -> Model:
@@ -451,7 +532,8 @@ class Restart:
     def finds_all(self) -> bool:
         """Find what differs, from where the snapshot stands."""
         return all(
-            [at for wave in self.model.advance(width) for changed in wave for at in Found.of(changed).places] == places
+            [at for wave in self.model.advance(width) for changed in wave for at in Found.of(changed).places]
+            == places
             for width, places in self.differ.items()
         )
 
@@ -461,10 +543,15 @@ PATTERN = pytest.mark.parametrize("pattern", ["some", "0.3", "everything"])
 
 
 @pytest.mark.parametrize(
-    ("pattern", "detector"), [("some", None), ("everything", None), ("0.3", exact), ("everything", exact), ("some", too_many)]
+    ("pattern", "detector"),
+    [("some", None), ("everything", None), ("0.3", exact), ("everything", exact), ("some", too_many)],
 )
-def test_an_interrupt_at_any_line_of_advance(kernel: Any, small: None, pattern: str, detector: Detector | None) -> None:
-    """Over several ranges and waves: the snapshot is of no version, or goes back to what was known, and finds all that differs again."""
+def test_an_interrupt_at_any_line_of_advance(
+    kernel: Any, small: None, pattern: str, detector: Detector | None
+) -> None:
+    """Over several ranges and waves: the snapshot is of no version, or goes back to what was known, and finds
+    all that differs again.
+    """
     restart, torn, places = Restart(pattern, FEW), 0, set()
 
     def start() -> Callable[[], None]:
@@ -482,7 +569,9 @@ def test_an_interrupt_at_any_line_of_advance(kernel: Any, small: None, pattern: 
         snapshot.roll_back()
         assert not snapshot.inconsistent and restart.is_as_before(), where
         assert restart.finds_all(), where
-    assert {"diff_and_update", "_ranges", "_update_range", "_record"} <= places and ("_detected" in places) == (detector is not None)
+    assert {"diff_and_update", "_ranges", "_update_range", "_record"} <= places and (
+        "_detected" in places
+    ) == (detector is not None)
     assert torn
 
 
@@ -506,7 +595,9 @@ def test_an_interrupt_at_any_line_of_undo_settle_or_refresh(kernel: Any, small: 
         restart.model.snapshot.roll_back()
         assert restart.model.snapshot.inconsistent or (restart.is_as_before() and restart.finds_all()), where
     for where in at_every_line(lambda: restart(True).snapshot.commit, FILE):
-        assert not restart.model.snapshot.inconsistent and restart.model.everything() == restart.model.lives(), where
+        assert (
+            not restart.model.snapshot.inconsistent and restart.model.everything() == restart.model.lives()
+        ), where
         restart.model.snapshot.roll_back()
         assert restart.is_as_before(), where
 
@@ -529,16 +620,22 @@ def test_an_interrupt_at_any_line_of_a_move_leaves_bits_where_the_snapshot_says(
         return lambda: model.snapshot.move(meta)
 
     for where in at_every_line(start, FILE):
-        assert model.snapshot.device != meta or all(bits.device == meta for bits in model.snapshot.bits.values()), where
+        assert model.snapshot.device != meta or all(
+            bits.device == meta for bits in model.snapshot.bits.values()
+        ), where
         model.snapshot.move(meta)
-        assert model.snapshot.device == meta and all(bits.device == meta for bits in model.snapshot.bits.values())
+        assert model.snapshot.device == meta and all(
+            bits.device == meta for bits in model.snapshot.bits.values()
+        )
 
 
 @pytest.mark.parametrize("how", ["of undo", "of the next advance"])
 def test_an_advance_that_was_left_and_ends_later_does_not_mend_what_broke_since(
     kernel: Any, small: None, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """As one that an interrupt's traceback kept: its end comes at any time, in the middle of another one too."""
+    """As one that an interrupt's traceback kept: its end comes at any time, in the middle of another one
+    too.
+    """
     monkeypatch.setattr(module, "_BATCH_CHANGES", 5)
     restart = Restart("some", FEW)
     model = restart()
@@ -558,7 +655,8 @@ def test_an_advance_that_was_left_and_ends_later_does_not_mend_what_broke_since(
     heals(model)
 
 
-# Detectors ---------------------------------------------------------------------------------------------------------------
+# Detectors --------------------------------------------------------------------------------------------------
+# -------------
 
 
 def failing_at(call: int, how: str) -> Detector:
@@ -571,7 +669,13 @@ def failing_at(call: int, how: str) -> Detector:
             return exact(live, known)
         if how == "raises":
             raise ZeroDivisionError
-        return torch.tensor([1, 1]) if how == "not ascending" else torch.tensor([len(live)]) if how == "outside" else live != known
+        return (
+            torch.tensor([1, 1])
+            if how == "not ascending"
+            else torch.tensor([len(live)])
+            if how == "outside"
+            else live != known
+        )
 
     return detector
 
@@ -582,8 +686,12 @@ NOT_NOTED = [("nothing", 1), ("some", 2), ("some", 9), ("everything", 1)]
 
 @pytest.mark.parametrize("how", ["raises", "not ascending", "outside", "a mask"])
 @pytest.mark.parametrize(("pattern", "call"), [*NOTED, *NOT_NOTED])
-def test_a_detector_that_fails_leaves_the_snapshot_as_it_was(kernel: Any, small: None, how: str, pattern: str, call: int) -> None:
-    """In the first range, and in a later one: when those before it have been noted, and when they have not."""
+def test_a_detector_that_fails_leaves_the_snapshot_as_it_was(
+    kernel: Any, small: None, how: str, pattern: str, call: int
+) -> None:
+    """In the first range, and in a later one: when those before it have been noted, and when they have
+    not.
+    """
     model = Model(SIZES)
     before = model.everything()
     for width in SIZES:
@@ -601,7 +709,14 @@ def test_a_detector_that_names_what_did_not_change(kernel: Any, small: None) -> 
     before = model.everything()
     for width in SIZES:
         model.change(width, "tiny", 2)
-    found = [Found.of(changed) for wave in model.advance(4, detector=lambda live, known: torch.arange(len(live))) for changed in wave]
-    assert all(changed.positions is None for changed in found) and sum(changed.length for changed in found) == model.totals[4]
+    found = [
+        Found.of(changed)
+        for wave in model.advance(4, detector=lambda live, known: torch.arange(len(live)))
+        for changed in wave
+    ]
+    assert (
+        all(changed.positions is None for changed in found)
+        and sum(changed.length for changed in found) == model.totals[4]
+    )
     model.snapshot.roll_back()
     assert model.everything() == before

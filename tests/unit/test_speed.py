@@ -36,7 +36,8 @@ def test_the_fastest_counts_and_what_all_heard_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "piece"), [(0, PIECE), (125_000_000, 512 << 10), (1_250_000_000, 4 * MIB), (12_500_000_000, 4 * MIB), (1, PIECE)]
+    ("said", "piece"),
+    [(0, PIECE), (125_000_000, 512 << 10), (1_250_000_000, 4 * MIB), (12_500_000_000, 4 * MIB), (1, PIECE)],
 )
 def test_a_piece_is_a_power_of_two_within_bounds(said: int, piece: int) -> None:
     speed = LinkSpeed()

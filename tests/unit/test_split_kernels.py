@@ -1,4 +1,6 @@
-"""The CPU kernels write the same whatever the number of threads: all of them, on small data cut into many parts."""
+"""The CPU kernels write the same whatever the number of threads: all of them, on small data cut into many
+parts.
+"""
 
 from __future__ import annotations
 
@@ -79,17 +81,28 @@ def test_reading(width: int, density: float, parts: list[int]) -> None:
     assert max(parts) == THREADS
 
 
-@pytest.mark.parametrize("own", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, None], ids=str)
+@pytest.mark.parametrize(
+    "own", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, None], ids=str
+)
 @pytest.mark.parametrize("rest", ["nothing", "some", "all but the first", "all but the last"])
-def test_parts_that_are_wholly_changed_and_parts_that_are_not(own: torch.dtype | None, rest: str, parts: list[int]) -> None:
-    """Every choice of the parts in which all elements changed: these have no positions of their own. None: fp32 that is read as bf16."""
+def test_parts_that_are_wholly_changed_and_parts_that_are_not(
+    own: torch.dtype | None, rest: str, parts: list[int]
+) -> None:
+    """Every choice of the parts in which all elements changed: these have no positions of their own. None:
+    fp32 that is read as bf16.
+    """
     tensors = [make(size, own or torch.float32, size) for size in (300, 1, 299, 101, 6)]
     width = own.itemsize if own else 2
     space, step = space_of(width, tensors, None if own else [torch.bfloat16] * 5), 100
     rng = np.random.default_rng(width)
     assert len(space.live) == THREADS * step + 7
     for choice in product([True, False], repeat=THREADS):
-        changed = np.concatenate([np.ones(3, bool), *(np.ones(step, bool) if whole else PATTERNS[rest](step, rng) for whole in choice)])
+        changed = np.concatenate(
+            [
+                np.ones(3, bool),
+                *(np.ones(step, bool) if whole else PATTERNS[rest](step, rng) for whole in choice),
+            ]
+        )
         before = changed_from(space.live, np.append(changed, [True] * 4), 1)
         check(cpu, space, before, 3, 3 + THREADS * step)
     assert parts == [THREADS] * 2**THREADS
@@ -109,7 +122,11 @@ def test_writing(width: int, counter: torch.dtype, order: Callable, parts: list[
         cpu.scatter(flat, places.to(counter), new)
         cpu_codecs.scatter_add(flat, places, new)
         moved = cpu_codecs.moved(flat, places, new)
-        return [bits_of(list(flat.tensors), width).tolist(), moved.tolist(), [version > 0 for version in versions(list(flat.tensors))]]
+        return [
+            bits_of(list(flat.tensors), width).tolist(),
+            moved.tolist(),
+            [version > 0 for version in versions(list(flat.tensors))],
+        ]
 
     assert work() == alone(work)
     assert parts == [THREADS] * 4 + [1] * 4
@@ -130,7 +147,9 @@ def test_arrays(width: int, parts: list[int]) -> None:
     assert parts == [THREADS] * 6 + [1] * 6
     if width < 8:
         old = known[:60]
-        assert numbers(cpu_codecs.distances(old, new)) == alone(lambda: numbers(cpu_codecs.distances(old, new)))
+        assert numbers(cpu_codecs.distances(old, new)) == alone(
+            lambda: numbers(cpu_codecs.distances(old, new))
+        )
         assert parts[12:] == [THREADS, 1]
 
 
@@ -141,9 +160,12 @@ def test_a_position_outside_is_found_in_any_part(position: int, place: int) -> N
     places, flat = torch.arange(60, dtype=torch.int64), FlatTensors([array], 2)
     places[place] = position
     for call in (
-        lambda: cpu.put(array, places, bits), lambda: cpu.gather(array, places), lambda: cpu.scatter(flat, places, bits),
-        lambda: cpu_codecs.scatter_add(flat, places, bits), lambda: cpu_codecs.moved(flat, places, bits),
-    ):  # fmt: skip
+        lambda: cpu.put(array, places, bits),
+        lambda: cpu.gather(array, places),
+        lambda: cpu.scatter(flat, places, bits),
+        lambda: cpu_codecs.scatter_add(flat, places, bits),
+        lambda: cpu_codecs.moved(flat, places, bits),
+    ):
         with pytest.raises(IndexError):
             call()
 
@@ -167,18 +189,30 @@ def test_translation(width: int, receiver: str, parts: list[int]) -> None:
         for some in ([Block.whole(SHAPE)], blocks)
     )
     (index_map,) = build_index_maps(source, target)
-    positions = torch.from_numpy(np.flatnonzero(np.random.default_rng(2).random(source.numel) < 0.6).astype(np.int32))
+    positions = torch.from_numpy(
+        np.flatnonzero(np.random.default_rng(2).random(source.numel) < 0.6).astype(np.int32)
+    )
     bits, dense = random_bits(len(positions), width, 3), random_bits(source.numel, width, 4)
 
     def work() -> list[list[int]]:
-        tensors = [random_bits(block.numel, width, 9).view(FLOATS[width]).view(block.shape) for block in blocks]
+        tensors = [
+            random_bits(block.numel, width, 9).view(FLOATS[width]).view(block.shape) for block in blocks
+        ]
         tensors[0] = tensors[0].mT.contiguous().mT
-        flat, fetched, collected = FlatTensors(tensors, width, target.starts), torch.zeros_like(dense), torch.zeros_like(dense)
+        flat, fetched, collected = (
+            FlatTensors(tensors, width, target.starts),
+            torch.zeros_like(dense),
+            torch.zeros_like(dense),
+        )
         cpu_remap.place(index_map, 60, dense[:200], flat)
         cpu_remap.fetch(index_map, 0, fetched, random_bits(target.numel, width, 5))
         cpu_codecs.collect(index_map, 0, collected, flat)
         translated = cpu_remap.translate(index_map, 0, positions, bits)
-        return [*numbers(*translated, fetched, collected), bits_of(tensors, width).tolist(), [version > 0 for version in versions(tensors)]]
+        return [
+            *numbers(*translated, fetched, collected),
+            bits_of(tensors, width).tolist(),
+            [version > 0 for version in versions(tensors)],
+        ]
 
     assert work() == alone(work)
     assert parts == [THREADS] * 4 + [1] * 4

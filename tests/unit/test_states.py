@@ -1,4 +1,5 @@
-"""Unit tier, no ranks: what a source sends and a receiver accepts, with frames handed from one to the other in memory.
+"""Unit tier, no ranks: what a source sends and a receiver accepts, with frames handed from one to the other
+in memory.
 
 `Pair` runs the protocol of one sync over real states: prepare, frames, take, vote, apply, commit.
 """
@@ -18,7 +19,14 @@ from dte_dist.codec.index_codecs import INDEX_CODECS
 from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.detect import snapshot
 from dte_dist.detect.snapshot import Detector
-from dte_dist.errors import FrameError, LayoutMismatch, VersionError, VersionGap, VersionReplay, VersionRestart
+from dte_dist.errors import (
+    FrameError,
+    LayoutMismatch,
+    VersionError,
+    VersionGap,
+    VersionReplay,
+    VersionRestart,
+)
 from dte_dist.kernels import cpu
 from dte_dist.layout import Layout
 from dte_dist.plan.chunks import SEGMENT, Chunk, ChunkPlan
@@ -46,11 +54,19 @@ class Pair:
     """One source and one receiver, seeded."""
 
     def __init__(
-        self, trained: dict[str, Tensor], copy: dict[str, Tensor] | None = None,
-        *, wire: WireTypes = None, bucket_bytes: int = 1 << 20, detector: Detector | None = None, seed: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        trained: dict[str, Tensor],
+        copy: dict[str, Tensor] | None = None,
+        *,
+        wire: WireTypes = None,
+        bucket_bytes: int = 1 << 20,
+        detector: Detector | None = None,
+        seed: bool = True,
+    ) -> None:
         self.trained = trained
-        self.copy = {name: torch.zeros_like(tensor) for name, tensor in trained.items()} if copy is None else copy
+        self.copy = (
+            {name: torch.zeros_like(tensor) for name, tensor in trained.items()} if copy is None else copy
+        )
         self.layouts = Layout.from_tensors(self.trained), Layout.from_tensors(self.copy)
         ours, theirs = (RankLayout(layout.manifest, layout.coordinates) for layout in self.layouts)
         self.model = ModelMap({0: replace(ours, wire=wire)}, {1: theirs})
@@ -69,7 +85,13 @@ class Pair:
     def head(self, chunk: Chunk, *, source: int = 0, seed: bool | None = None, **step: int) -> FrameHead:
         """What the receiver expects a frame to say: the next version after its own, unless told otherwise."""
         at = self.receiver.state
-        known = {"schema": SCHEMA, "lineage": at.lineage, "base": at.version, "version": at.version + 1, **step}
+        known = {
+            "schema": SCHEMA,
+            "lineage": at.lineage,
+            "base": at.version,
+            "version": at.version + 1,
+            **step,
+        }
         head = SyncStep(**known).frame_head(source, len(self.chunks), chunk)
         return head if seed is None else replace(head, seed=seed)
 
@@ -93,7 +115,9 @@ class Pair:
     def seed_frames(self, version: int, lineage: int = STREAM) -> list[Tensor]:
         """Let the source write its dense frames into buffers of the sizes that all ranks know."""
         buffers = [torch.empty(dense_frame_bytes(chunk), dtype=torch.uint8) for chunk in self.chunks]
-        for write, buffer in zip(self.source.seed_frames(SyncStep(SCHEMA, lineage, NONE, version)), buffers, strict=True):
+        for write, buffer in zip(
+            self.source.seed_frames(SyncStep(SCHEMA, lineage, NONE, version)), buffers, strict=True
+        ):
             write(buffer)
         return buffers
 
@@ -101,7 +125,9 @@ class Pair:
         """Return all frames of the next delta."""
         self.source.prepare(self.source.state.version + 1, False, Phases(), self.detector)
         frames = self.source.frames()
-        assert all(len(frame) <= max_frame_bytes(chunk) for frame, chunk in zip(frames, self.chunks, strict=True))
+        assert all(
+            len(frame) <= max_frame_bytes(chunk) for frame, chunk in zip(frames, self.chunks, strict=True)
+        )
         return frames
 
     def deliver(self, frames: list[Tensor], **expected: int) -> Exception | None:
@@ -139,7 +165,8 @@ def weights(*numels: int, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
     return {f"w{i}": torch.randn(n, generator=generator).to(dtype) for i, n in enumerate(numels)}
 
 
-# Versions and failures ---------------------------------------------------------------------------------------------------
+# Versions and failures
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_seed_and_deltas_keep_the_copy_bit_equal() -> None:
@@ -229,7 +256,9 @@ DAMAGES += [(lambda f: [f[0], f[1].view(torch.int64), f[2]], ValueError)]
 
 
 @pytest.mark.parametrize(("damage", "kind"), DAMAGES, ids=[*FRAME_DAMAGES, "not a frame tensor"])
-def test_frame_two_of_three_damaged_leaves_the_old_version_whole(damage: Tamper, kind: type[Exception]) -> None:
+def test_frame_two_of_three_damaged_leaves_the_old_version_whole(
+    damage: Tamper, kind: type[Exception]
+) -> None:
     pair = Pair(weights(192), bucket_bytes=256)
     before = bits(pair.copy["w0"])
     pair.trained["w0"].neg_()
@@ -275,7 +304,9 @@ def test_a_receiver_that_fails_while_it_writes_has_no_version() -> None:
     def failing(targets: object) -> None:
         raise OSError("the device is gone")
 
-    pair.receiver._staged = type("Failing", (), {"apply": staticmethod(failing), "clear": lambda self: None})()  # type: ignore[assignment]
+    pair.receiver._staged = type(
+        "Failing", (), {"apply": staticmethod(failing), "clear": lambda self: None}
+    )()  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone"):
         pair.receiver.apply()
     assert pair.receiver.state.version == NONE
@@ -295,9 +326,20 @@ def test_a_receiver_that_fails_while_it_writes_has_no_version() -> None:
         ({"source": 1}, FrameError),
         ({"seed": True}, FrameError),
     ],
-    ids=["gap", "replay", "old replay", "other step", "restart", "other model", "other source", "delta for seed"],
+    ids=[
+        "gap",
+        "replay",
+        "old replay",
+        "other step",
+        "restart",
+        "other model",
+        "other source",
+        "delta for seed",
+    ],
 )
-def test_a_frame_off_the_chain_is_told_apart_by_name_and_touches_nothing(held: dict[str, int], kind: type[Exception]) -> None:
+def test_a_frame_off_the_chain_is_told_apart_by_name_and_touches_nothing(
+    held: dict[str, int], kind: type[Exception]
+) -> None:
     pair = Pair(weights(64), seed=False)
     pair.seed(3)
     before = bits(pair.copy["w0"])
@@ -340,7 +382,8 @@ def test_a_trainer_that_starts_anew_is_a_restart_even_at_the_same_numbers() -> N
     assert isinstance(old.deliver(new.prepare()), VersionRestart)
 
 
-# Detectors ---------------------------------------------------------------------------------------------------------------
+# Detectors --------------------------------------------------------------------------------------------------
+# -------------
 
 
 def differing(live: Tensor, known: Tensor) -> Tensor:
@@ -382,7 +425,9 @@ RUBBISH: dict[str, tuple[Any, type[Exception]]] = {
 
 
 @pytest.mark.parametrize(("detector", "kind"), RUBBISH.values(), ids=RUBBISH)
-def test_a_detector_that_returns_rubbish_fails_in_prepare_and_nothing_moves(detector: Detector, kind: type[Exception]) -> None:
+def test_a_detector_that_returns_rubbish_fails_in_prepare_and_nothing_moves(
+    detector: Detector, kind: type[Exception]
+) -> None:
     pair = Pair(weights(100), detector=detector)
     before = bits(pair.source.snapshot.bits[4])
     pair.trained["w0"][:5] += 1
@@ -390,7 +435,11 @@ def test_a_detector_that_returns_rubbish_fails_in_prepare_and_nothing_moves(dete
         pair.prepare()
     assert type(caught.value) is kind
     pair.rollback()
-    assert pair.source.changed == 0 and pair.source.state.version == 1 and bits(pair.source.snapshot.bits[4]) == before
+    assert (
+        pair.source.changed == 0
+        and pair.source.state.version == 1
+        and bits(pair.source.snapshot.bits[4]) == before
+    )
     pair.detector = None
     assert pair.sync() == 5 and same_bits(pair.trained, pair.copy)
 
@@ -424,10 +473,15 @@ def test_a_detector_gets_copies_and_what_it_does_to_them_is_nobodys_loss(wire: W
         trained = bits(pair.trained["w"])
         assert pair.sync() == 10
         assert bits(pair.trained["w"]) == trained
-        assert bits(pair.copy["w"]) == bits(pair.trained["w"].to(copy["w"].dtype)) == bits(pair.source.snapshot.bits[copy["w"].itemsize])
+        assert (
+            bits(pair.copy["w"])
+            == bits(pair.trained["w"].to(copy["w"].dtype))
+            == bits(pair.source.snapshot.bits[copy["w"].itemsize])
+        )
 
 
-# What is sent, and how --------------------------------------------------------------------------------------------------
+# What is sent, and how
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "in the middle", "last"])
@@ -446,7 +500,9 @@ def test_a_dense_segment_next_to_sparse_ones_arrives_right(at: int, bucket_bytes
     assert pair.deliver(frames) is None
     assert not pair.copy["w"].any()
     pair.commit()
-    assert torch.equal(pair.trained["w"], pair.copy["w"]) and torch.equal(pair.source.snapshot.bits[1], pair.trained["w"])
+    assert torch.equal(pair.trained["w"], pair.copy["w"]) and torch.equal(
+        pair.source.snapshot.bits[1], pair.trained["w"]
+    )
     assert pair.sync() == 0
 
 
@@ -465,11 +521,16 @@ def test_codecs_count_the_segments_of_the_delta_until_it_is_forgotten() -> None:
     assert pair.sync() == 0 and pair.source.codecs == {}
 
 
-def frame_of(pair: Pair, number: int, parts: list[tuple[int, Tensor | None, Tensor]], version: int = 2) -> Tensor:
+def frame_of(
+    pair: Pair, number: int, parts: list[tuple[int, Tensor | None, Tensor]], version: int = 2
+) -> Tensor:
     """A seed frame that a source would not make, of segments (first, positions, bits)."""
     writer = FrameWriter(pair.head(pair.chunks[number], base=NONE, version=version), "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dte_dist.codec.selector.CodecSelector.select", lambda *of, **how: (INDEX_CODECS[1], VALUE_CODECS[0], False))
+        patch.setattr(
+            "dte_dist.codec.selector.CodecSelector.select",
+            lambda *of, **how: (INDEX_CODECS[1], VALUE_CODECS[0], False),
+        )
         for first, positions, values in parts:
             if positions is None:
                 writer.add_dense(first, values)
@@ -484,12 +545,17 @@ SEEDS: dict[str, list[tuple[int, Tensor | None, Tensor]]] = {
     "its front half": [(64, None, torch.arange(32).int())],
     "its back half": [(96, None, torch.arange(32).int())],
     "a hole in it": [(64, None, torch.arange(31).int()), (96, None, torch.arange(32).int())],
-    "half dense, half sparse": [(64, None, torch.arange(32).int()), (96, torch.arange(32), torch.arange(32).int())],
+    "half dense, half sparse": [
+        (64, None, torch.arange(32).int()),
+        (96, torch.arange(32), torch.arange(32).int()),
+    ],
 }
 
 
 @pytest.mark.parametrize("parts", SEEDS.values(), ids=SEEDS)
-def test_a_seed_that_is_not_the_whole_chunk_is_refused_and_not_written(parts: list[tuple[int, Tensor | None, Tensor]]) -> None:
+def test_a_seed_that_is_not_the_whole_chunk_is_refused_and_not_written(
+    parts: list[tuple[int, Tensor | None, Tensor]],
+) -> None:
     pair = Pair(weights(192), bucket_bytes=256)
     before = bits(pair.copy["w0"][64:])
     pair.trained["w0"].neg_()
@@ -513,7 +579,10 @@ def test_a_whole_seed_in_several_dense_segments_is_taken() -> None:
     pair = Pair(weights(192), bucket_bytes=256)
     parts = frame_of(pair, 1, [(64, None, torch.arange(32).int()), (96, None, torch.arange(32, 64).int())])
     pair.seed(2, tamper=lambda frames: [frames[0], parts, frames[2]])
-    assert pair.copy["w0"][64:128].view(torch.int32).tolist() == [*range(64)] and pair.receiver.state.version == 2
+    assert (
+        pair.copy["w0"][64:128].view(torch.int32).tolist() == [*range(64)]
+        and pair.receiver.state.version == 2
+    )
 
 
 def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why() -> None:
@@ -541,7 +610,8 @@ def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why(
     assert pair.source.error is None and same_bits(pair.trained, pair.copy)
 
 
-# Breaking off midway ------------------------------------------------------------------------------------------------------
+# Breaking off midway
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[1, 1 << 21], ids=["a wave each", "one wave"])
@@ -560,13 +630,17 @@ def of_two_widths() -> Pair:
 
 
 def is_seeded(pair: Pair, before: dict[str, Tensor]) -> None:
-    """The source has no version, the receiver is where it was, and a full sync brings both together, whatever was trained since."""
+    """The source has no version, the receiver is where it was, and a full sync brings both together, whatever
+    was trained since.
+    """
     assert pair.source.state.version == NONE and pair.source.state.newest == 1
     assert pair.receiver.state.version == 1 and same_bits(before, pair.copy)
     pair.trained["w0"][::5] += 1
     pair.trained["b"][::7] -= 1
     pair.seed(3)
-    assert same_bits(pair.trained, pair.copy) and pair.receiver.state.version == pair.source.state.version == 3
+    assert (
+        same_bits(pair.trained, pair.copy) and pair.receiver.state.version == pair.source.state.version == 3
+    )
     assert not pair.source.snapshot.inconsistent
     pair.trained["w0"][7] = 5.0
     assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)
@@ -574,7 +648,9 @@ def is_seeded(pair: Pair, before: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("done", [False, True], ids=["at once", "when it was done"])
 @pytest.mark.parametrize("after", range(6))
-def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(waves: None, after: int, done: bool) -> None:
+def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(
+    waves: None, after: int, done: bool
+) -> None:
     pair = of_two_widths()
     before, known = {name: tensor.clone() for name, tensor in pair.copy.items()}, pair.source.snapshot
     known._kernels = Failing(cpu, "advance", after, done)
@@ -586,7 +662,9 @@ def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(wav
 
 
 @pytest.mark.parametrize("after", range(3))
-def test_a_source_without_memory_for_what_was_there_has_no_version(waves: None, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_memory_for_what_was_there_has_no_version(
+    waves: None, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair, asked = of_two_widths(), []
     before = {name: tensor.clone() for name, tensor in pair.copy.items()}
     of_range = snapshot.Snapshot._record_range
@@ -605,7 +683,9 @@ def test_a_source_without_memory_for_what_was_there_has_no_version(waves: None, 
 
 
 @pytest.mark.parametrize("after", range(6))
-def test_a_source_that_cannot_make_its_frames_stays_where_it_was(waves: None, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_cannot_make_its_frames_stays_where_it_was(
+    waves: None, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was taken over before is put back: the next delta is a superset."""
     pair, added = of_two_widths(), []
     known = {width: bits.clone() for width, bits in pair.source.snapshot.bits.items()}
@@ -623,7 +703,9 @@ def test_a_source_that_cannot_make_its_frames_stays_where_it_was(waves: None, af
             pair.prepare()
     assert not pair.source.snapshot.inconsistent
     pair.rollback()
-    assert pair.source.state.version == 1 and all(torch.equal(pair.source.snapshot.bits[width], bits) for width, bits in known.items())
+    assert pair.source.state.version == 1 and all(
+        torch.equal(pair.source.snapshot.bits[width], bits) for width, bits in known.items()
+    )
     pair.trained["b"][1] += 1
     assert pair.sync() == 192 + len(range(0, 300, 7)) + 1 and same_bits(pair.trained, pair.copy)
 
@@ -658,7 +740,9 @@ def test_a_delta_that_was_committed_is_not_undone() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [256, 1 << 20])
 def test_frames_are_read_only_and_must_stay_until_they_are_applied(bucket_bytes: int) -> None:
-    """What is staged are views of them: nothing writes there, and what is written there is what is applied."""
+    """What is staged are views of them: nothing writes there, and what is written there is what is
+    applied.
+    """
     pair = Pair(weights(3000), bucket_bytes=bucket_bytes)
     pair.trained["w0"][::7].neg_()
     frames = pair.prepare()
@@ -666,7 +750,9 @@ def test_frames_are_read_only_and_must_stay_until_they_are_applied(bucket_bytes:
     assert pair.deliver(frames) is None
     assert pair.receiver._staged.nbytes == sum(map(len, frames))
     pair.commit()
-    assert all(torch.equal(*two) for two in zip(frames, kept, strict=True)) and same_bits(pair.trained, pair.copy)
+    assert all(torch.equal(*two) for two in zip(frames, kept, strict=True)) and same_bits(
+        pair.trained, pair.copy
+    )
     assert pair.receiver._staged.nbytes == 0
 
 
@@ -680,12 +766,15 @@ def test_a_receiver_has_no_version_between_apply_and_commit() -> None:
     assert pair.receiver.state.version == 2
 
 
-# Values ------------------------------------------------------------------------------------------------------------------
+# Values -----------------------------------------------------------------------------------------------------
+# -------------
 
 
 def from_bits(*patterns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    return torch.tensor([p - (1 << 16) if dtype.itemsize == 2 and p >> 15 else p for p in patterns], dtype=integer).view(dtype)
+    return torch.tensor(
+        [p - (1 << 16) if dtype.itemsize == 2 and p >> 15 else p for p in patterns], dtype=integer
+    ).view(dtype)
 
 
 def test_nan_payloads_travel_and_a_nan_that_stays_sends_nothing() -> None:
@@ -709,13 +798,27 @@ def test_subnormals_and_infinities_are_bits_like_others() -> None:
 
 
 ANY = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
-]  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+]
 
 
 def test_tensors_of_all_dtypes_change_in_one_commit() -> None:
-    pair = Pair({str(dtype): torch.zeros(5).to(dtype) for dtype in ANY} | {"scalar": torch.zeros((), dtype=torch.int64)})
+    pair = Pair(
+        {str(dtype): torch.zeros(5).to(dtype) for dtype in ANY}
+        | {"scalar": torch.zeros((), dtype=torch.int64)}
+    )
     for dtype in ANY:
         pair.trained[str(dtype)].view(torch.uint8)[1] = 1
     pair.trained["scalar"] += 1
@@ -759,7 +862,8 @@ def test_many_changes_below_half_an_ulp_are_sent_once_they_add_up() -> None:
     assert sent == [0, 0, 0, 0, 1, 0, 0, 0]  # half an ulp is 2^-8, and a tie goes to even
 
 
-# Where the copy lies -----------------------------------------------------------------------------------------------------
+# Where the copy lies
+# -----------------------------------------------------------------------------------------------------
 
 
 def strided() -> dict[str, Tensor]:
@@ -851,7 +955,12 @@ def test_a_sync_of_parameters_leaves_no_trace_in_autograd() -> None:
     with torch.no_grad():
         trained["w"][2] = 4.0
     pair.sync()
-    assert same_bits(trained, copy) and copy["w"].grad_fn is None and copy["w"].requires_grad and copy["w"].grad is None
+    assert (
+        same_bits(trained, copy)
+        and copy["w"].grad_fn is None
+        and copy["w"].requires_grad
+        and copy["w"].grad is None
+    )
 
 
 def test_a_tensor_replaced_between_syncs_is_found_by_its_layout_or_refused_by_name() -> None:
@@ -887,7 +996,11 @@ def test_a_copy_that_others_wrote_to_has_no_version_until_it_is_seeded(how: str)
         copy[3 if how == "written in part" else slice(None)] = 1.0
     pair.trained["w0"][5] = 2.0
     pair.receiver.begin()
-    assert pair.receiver.state.seed_reason and pair.receiver.state.version == NONE and pair.receiver.state.newest == 1
+    assert (
+        pair.receiver.state.seed_reason
+        and pair.receiver.state.version == NONE
+        and pair.receiver.state.newest == 1
+    )
     pair.receiver.rollback()
     pair.seed(2)
     assert same_bits(pair.trained, pair.copy)
@@ -934,5 +1047,7 @@ def test_a_delta_that_nobody_follows_is_taken_over_and_can_seed() -> None:
     pair.source.detach()
     assert pair.source.state.version == NONE
     pair.place(2)
-    assert bits(pair.copy["w0"][:20]) == bits(pair.trained["w0"][:20]) and bits(pair.copy["w0"][20]) != bits(pair.trained["w0"][20])
+    assert bits(pair.copy["w0"][:20]) == bits(pair.trained["w0"][:20]) and bits(pair.copy["w0"][20]) != bits(
+        pair.trained["w0"][20]
+    )
     assert pair.sync() == 1 and same_bits(pair.trained, pair.copy)

@@ -1,4 +1,6 @@
-"""Unit tier, no ranks: when a delta counts on the positions of the one before, and that it never does so in vain; and what it saves."""
+"""Unit tier, no ranks: when a delta counts on the positions of the one before, and that it never does so in
+vain; and what it saves.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ class Steps(Pair):
         self.selector = CodecSelector(codec)
         start = torch.from_numpy(self.rng.integers(0, 100, size))
         self.flags = self.rng.random(size) < share
-        super().__init__({"a": start[: size // 3].to(dtype), "b": start[size // 3 :].to(dtype).view(-1, 7)[:, :7]}, **options)
+        super().__init__(
+            {"a": start[: size // 3].to(dtype), "b": start[size // 3 :].to(dtype).view(-1, 7)[:, :7]},
+            **options,
+        )
 
     def step(self) -> None:
         """Change the last bits of some elements, most of which (`again`) were changed by the last step."""
@@ -52,11 +57,15 @@ class Steps(Pair):
         for part, where in zip(parts, flags.split([len(part) for part in parts]), strict=True):
             part.view(torch.uint8).view(len(part), -1)[:, 0] ^= where.to(torch.uint8)
         share, size = self.flags.mean(), len(self.flags)
-        self.flags = (self.flags & (self.rng.random(size) < self.again)) | (self.rng.random(size) < (1 - self.again) * share)
+        self.flags = (self.flags & (self.rng.random(size) < self.again)) | (
+            self.rng.random(size) < (1 - self.again) * share
+        )
 
     def prepare(self, lanes: Lanes | None = None) -> list[Tensor]:
         self.step()
-        self.source.prepare(self.source.state.version + 1, False, Phases(), self.detector, lanes, selector=self.selector)
+        self.source.prepare(
+            self.source.state.version + 1, False, Phases(), self.detector, lanes, selector=self.selector
+        )
         return self.source.frames()
 
     def commit(self, all_follow: bool = True) -> None:
@@ -84,7 +93,11 @@ class Steps(Pair):
 
     def counted(self, frames: list[Tensor]) -> bool:
         """Read the frames as they are: is there a stream of `again` in the table?"""
-        numbers = [frame[96 + 24 : 96 + 40 * int(frame[88:92].view(torch.int32)) : 40].tolist() for frame in frames if len(frame)]
+        numbers = [
+            frame[96 + 24 : 96 + 40 * int(frame[88:92].view(torch.int32)) : 40].tolist()
+            for frame in frames
+            if len(frame)
+        ]
         assert all(read_head(frame).keep == self.selector.keeps for frame in frames if len(frame))
         return any(5 in used for used in numbers)
 
@@ -116,7 +129,9 @@ def test_bytes_go_down_where_positions_come_again(codec: str, dtype: torch.dtype
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6])
 @pytest.mark.parametrize("size", [42, 210, 5040, SIZE])
 def test_what_is_known_is_not_what_comes_next(size: int, share: float, again: float) -> None:
-    """The positions of a delta are kept as they were, though the memory that they were found in is used again: in spaces of any size."""
+    """The positions of a delta are kept as they were, though the memory that they were found in is used
+    again: in spaces of any size.
+    """
     pair = Steps(size=size, share=share, again=again)
     for _ in range(5):
         if pair.flags.any():
@@ -130,7 +145,9 @@ def test_segments_are_joined_in_another_way_each_time() -> None:
     known, used = pair.trained["w"].view(torch.int16), set()
     for number in range(6):
         shares = np.repeat(rng.choice([0.0, 0.00001, 0.0004, 0.01, 0.2, 0.97, 1.0], 6), total // 6)
-        flags = torch.from_numpy((np.random.default_rng(2).random(total) < shares) | (rng.random(total) < 0.00003))
+        flags = torch.from_numpy(
+            (np.random.default_rng(2).random(total) < shares) | (rng.random(total) < 0.00003)
+        )
         known[flags] ^= 1
         pair.source.prepare(number + 2, False, Phases(), selector=CodecSelector("again+planes"))
         assert pair.deliver(pair.source.frames()) is None
@@ -142,7 +159,8 @@ def test_segments_are_joined_in_another_way_each_time() -> None:
     assert {"again+planes", "dense+planes"} <= used
 
 
-# When it is not done -----------------------------------------------------------------------------------------------------
+# When it is not done
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_after_a_failed_vote_the_next_delta_does_without() -> None:
@@ -189,7 +207,9 @@ def test_after_an_anchor_that_failed() -> None:
 def test_after_a_move_to_another_device() -> None:
     pair = Steps()
     pair.sync()
-    pair.source.snapshot.device = torch.device("meta")  # where it is said to be: the live tensors are elsewhere now
+    pair.source.snapshot.device = torch.device(
+        "meta"
+    )  # where it is said to be: the live tensors are elsewhere now
     assert [pair.sync(), pair.sync()] == [False, True]
 
 
@@ -242,7 +262,9 @@ def test_a_receiver_without_the_history_says_so_and_the_next_sync_is_well() -> N
         pair.receiver._history = lose()
         pair.receiver._history.commit(7, 7)
         before = {name: tensor.clone() for name, tensor in pair.copy.items()}
-        with pytest.raises(FrameError, match=r"positions of the delta before.*sync again, the next delta does without"):
+        with pytest.raises(
+            FrameError, match=r"positions of the delta before.*sync again, the next delta does without"
+        ):
             pair.sync()
         assert same_bits(before, pair.copy)
         assert [pair.sync(), pair.sync()] == [False, True]
@@ -262,7 +284,8 @@ def test_a_receiver_that_breaks_off_while_it_writes_is_seeded() -> None:
     assert [pair.sync(), pair.sync()] == [False, True]
 
 
-# Lanes -------------------------------------------------------------------------------------------------------------------
+# Lanes ------------------------------------------------------------------------------------------------------
+# -------------
 
 
 def test_both_routes_by_turns() -> None:
@@ -273,17 +296,24 @@ def test_both_routes_by_turns() -> None:
     own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))} for block in (columns, rows))
     pair = pair_spaces(own, theirs)
     schedule = ChunkPlan({0: {2: pair[2].numel}}, 30_000)
-    lane = Lane(schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
+    lane = Lane(
+        schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
+    )
     trained, copy = full[:, 100:350].contiguous(), full[20:220].clone()
     ends = Pair({"w": trained}, {"w": full[:, 100:350].clone()})
     source, lanes, kept = ends.source, P2PLanes(0, {1: lane}), PreviousDelta()
     flat = FlatTensors([copy], 2)
-    targets = {name: Target(flat, {0: build_index_maps(space, theirs[2])}) for name, space in (("p2p", pair[2]), ("broadcast", own[2]))}
+    targets = {
+        name: Target(flat, {0: build_index_maps(space, theirs[2])})
+        for name, space in (("p2p", pair[2]), ("broadcast", own[2]))
+    }
     flags, counted = rng.random(trained.shape) < 0.03, []
     for version, route in enumerate(["p2p", "p2p", "p2p", "broadcast", "broadcast", "p2p", "p2p"], 2):
         trained.view(torch.int16)[torch.from_numpy(flags)] ^= 1
         flags = (flags & (rng.random(trained.shape) < 0.84)) | (rng.random(trained.shape) < 0.005)
-        source.prepare(version, False, Phases(), lanes=lanes if route == "p2p" else None, selector=CodecSelector("small"))
+        source.prepare(
+            version, False, Phases(), lanes=lanes if route == "p2p" else None, selector=CodecSelector("small")
+        )
         made, chunks = SyncStep(SCHEMA, source.state.lineage, version - 1, version), ends.chunks
         if route == "p2p":
             made, chunks = lane_step(made, 1), lane.chunks
@@ -299,7 +329,8 @@ def test_both_routes_by_turns() -> None:
     assert counted == [False, True, True, False, True, False, True]
 
 
-# What it saves -----------------------------------------------------------------------------------------------------------
+# What it saves
+# -----------------------------------------------------------------------------------------------------------
 
 
 def each_change(codec: str, before: Tensor, steps: list[Tensor]) -> tuple[list[float], list[float]]:
@@ -324,11 +355,15 @@ def each_change(codec: str, before: Tensor, steps: list[Tensor]) -> tuple[list[f
 def table_of(frame: Tensor) -> list[int]:
     """Return the bytes of the index streams of a frame."""
     segments = int(frame[88:92].view(torch.int32))
-    return frame[96 : 96 + 40 * segments].view(-1, 40)[:, 16:20].contiguous().view(torch.int32).view(-1).tolist()
+    return (
+        frame[96 : 96 + 40 * segments].view(-1, 40)[:, 16:20].contiguous().view(torch.int32).view(-1).tolist()
+    )
 
 
 def pure_bf16(rate: float, count: int = 2 << 20, steps: int = 4) -> tuple[Tensor, list[Tensor]]:
-    """Return weights and what they become: bf16 without masters, updates that go on for a while, as those of Adam do."""
+    """Return weights and what they become: bf16 without masters, updates that go on for a while, as those of
+    Adam do.
+    """
     rng = torch.Generator().manual_seed(0)
     weights = (torch.randn(count, generator=rng) * 0.04).bfloat16()
     update = torch.randn(count, generator=rng)
@@ -341,11 +376,15 @@ def pure_bf16(rate: float, count: int = 2 << 20, steps: int = 4) -> tuple[Tensor
 
 
 def recorded_bf16(steps: int = 4) -> tuple[Tensor, list[Tensor]]:
-    """Return a recorded step of pure bf16, and steps after it that change 84 % of the same elements by its distances."""
+    """Return a recorded step of pure bf16, and steps after it that change 84 % of the same elements by its
+    distances.
+    """
     with np.load(DATA) as data:
         positions = np.cumsum(data["bf16_gaps"], dtype=np.int64)
         states = torch.zeros((2, int(data["total"])), dtype=torch.int16)
-        states[:, torch.from_numpy(positions)] = torch.from_numpy(np.stack([data["bf16_before"], data["bf16_after"]]))
+        states[:, torch.from_numpy(positions)] = torch.from_numpy(
+            np.stack([data["bf16_before"], data["bf16_after"]])
+        )
     rng, (first, state) = np.random.default_rng(0), states
     moves, after = (states[1] - states[0])[torch.from_numpy(positions)].numpy(), [state]
     for _ in range(steps - 1):
@@ -357,11 +396,17 @@ def recorded_bf16(steps: int = 4) -> tuple[Tensor, list[Tensor]]:
     return first, after
 
 
-@pytest.mark.parametrize("make", [recorded_bf16, lambda: pure_bf16(3e-6), lambda: pure_bf16(1e-5)], ids=["recorded", "3e-6", "1e-5"])
+@pytest.mark.parametrize(
+    "make",
+    [recorded_bf16, lambda: pure_bf16(3e-6), lambda: pure_bf16(1e-5)],
+    ids=["recorded", "3e-6", "1e-5"],
+)
 def test_pure_bf16_takes_half_the_bytes(make) -> None:
     """The first delta is as it was; then positions take a third of what they take with Elias-Fano alone."""
     first, states = make()
-    (small, index), (plain, index_plain) = (each_change(codec, first, states) for codec in ("small", "ef+planes"))
+    (small, index), (plain, index_plain) = (
+        each_change(codec, first, states) for codec in ("small", "ef+planes")
+    )
     print(f"\nbytes a change {small} against {plain}; positions {index} against {index_plain}")
     assert small[0] == plain[0]
     assert all(ours < 0.65 * theirs for ours, theirs in zip(small[1:], plain[1:], strict=True))

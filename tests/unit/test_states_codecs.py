@@ -1,4 +1,6 @@
-"""Unit tier, no ranks: version chains and patches over every pair of codecs, distances above all; over both kinds of lanes."""
+"""Unit tier, no ranks: version chains and patches over every pair of codecs, distances above all; over both
+kinds of lanes.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,29 @@ from dte_dist.sync.version import NONE, SyncStep
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.test_states import SCHEMA, Pair, same_bits
 
-PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]
+PAIRS = [
+    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
+]
 CHOICES = [*PAIRS, "fast", "small", "auto"]
 every_codec = pytest.mark.parametrize("codec", CHOICES)
 both = pytest.mark.parametrize("codecs", [cpu_codecs, torch_codecs], ids=["cpu", "torch"])
-DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.int64, torch.bool)
+DTYPES = (
+    torch.bfloat16,
+    torch.float32,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
 
 
 @pytest.fixture(params=["at once", "in many waves"])
 def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many frames in a wave."""
+    """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many
+    frames in a wave.
+    """
     if request.param == "in many waves":
         monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
         monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 150)
@@ -54,7 +69,9 @@ class Coded(Pair):
         super().__init__(*args, **options)
 
     def prepare(self) -> list[Tensor]:
-        self.source.prepare(self.source.state.version + 1, False, Phases(), self.detector, selector=self.selector)
+        self.source.prepare(
+            self.source.state.version + 1, False, Phases(), self.detector, selector=self.selector
+        )
         return self.source.frames()
 
 
@@ -62,13 +79,20 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> 
     """Any bits, NaNs and all; of 0 and 1 for bool."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=rng).to(torch.bool)
-    return torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng, dtype=torch.uint8).view(dtype).reshape(shape)
+    return (
+        torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng, dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def weights(rng: torch.Generator) -> dict[str, Tensor]:
     """Tensors of many dtypes, of no dimension, of one element, with a border in the middle of nowhere."""
     shapes = [(20, 30), (), (1,), (900,), (5, 4, 6)]
-    return {f"{i}.{str(dtype)[6:]}": random(shape, dtype, rng) for i, (shape, dtype) in enumerate(product(shapes, DTYPES))}
+    return {
+        f"{i}.{str(dtype)[6:]}": random(shape, dtype, rng)
+        for i, (shape, dtype) in enumerate(product(shapes, DTYPES))
+    }
 
 
 def strided(tensor: Tensor, kind: int) -> Tensor:
@@ -76,40 +100,62 @@ def strided(tensor: Tensor, kind: int) -> Tensor:
     if kind == 0 or tensor.dim() == 0:
         return torch.zeros_like(tensor)
     if kind == 1:
-        return torch.zeros(tuple(reversed(tensor.shape)), dtype=tensor.dtype).permute(*reversed(range(tensor.dim())))
+        return torch.zeros(tuple(reversed(tensor.shape)), dtype=tensor.dtype).permute(
+            *reversed(range(tensor.dim()))
+        )
     return torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 3), dtype=tensor.dtype)[..., 2:-1]
 
 
 def step(trained: dict[str, Tensor], rng: torch.Generator, density: float, near: bool) -> None:
     """Change bits: by a step of the last bits, or to any others."""
     for tensor in trained.values():
-        other = tensor.view(BITS[tensor.element_size()]) ^ 1 if near else random(tuple(tensor.shape), tensor.dtype, rng)
+        other = (
+            tensor.view(BITS[tensor.element_size()]) ^ 1
+            if near
+            else random(tuple(tensor.shape), tensor.dtype, rng)
+        )
         where = torch.rand(tensor.shape, generator=rng) < density
         tensor.copy_(torch.where(where, other.view(tensor.dtype), tensor).view(tensor.dtype))
 
 
 @every_codec
 def test_chains_of_deltas_are_bit_exact(codec: str, waves: None) -> None:
-    """Into contiguous, transposed and sliced copies; densities alternate, and the last bits move or all of them."""
+    """Into contiguous, transposed and sliced copies; densities alternate, and the last bits move or all of
+    them.
+    """
     rng = torch.Generator().manual_seed(3)
     trained = weights(rng)
     copy = {name: strided(tensor, i % 3) for i, (name, tensor) in enumerate(trained.items())}
     pair = Coded(codec, trained, copy, bucket_bytes=1 << 12)
-    for density, near in ((0.02, True), (1.0, False), (0.3, True), (0.0, True), (0.9, True), (0.02, False), (1.0, True)):
+    for density, near in (
+        (0.02, True),
+        (1.0, False),
+        (0.3, True),
+        (0.0, True),
+        (0.9, True),
+        (0.02, False),
+        (1.0, True),
+    ):
         before = {name: (tensor._version, bits_of(tensor).clone()) for name, tensor in copy.items()}
         step(trained, rng, density, near)
         frames = pair.prepare()
         kept = [frame.clone() for frame in frames]
         assert pair.deliver(frames) is None
-        assert all(torch.equal(bits_of(tensor), before[name][1]) for name, tensor in copy.items())  # nothing live before the vote
+        assert all(
+            torch.equal(bits_of(tensor), before[name][1]) for name, tensor in copy.items()
+        )  # nothing live before the vote
         pair.commit()
         assert all(torch.equal(bits_of(copy[name]), bits_of(tensor)) for name, tensor in trained.items())
         assert all(torch.equal(*two) for two in zip(frames, kept, strict=True))
         whole = any(used.startswith("dense") for used in pair.source.codecs)
         for name, tensor in copy.items():
-            assert whole or (tensor._version > before[name][0]) != torch.equal(bits_of(tensor), before[name][1])
+            assert whole or (tensor._version > before[name][0]) != torch.equal(
+                bits_of(tensor), before[name][1]
+            )
         for width, known in pair.source.snapshot.bits.items():
-            live = [bits_of(tensor) for _, tensor in sorted(trained.items()) if tensor.element_size() == width]
+            live = [
+                bits_of(tensor) for _, tensor in sorted(trained.items()) if tensor.element_size() == width
+            ]
             assert torch.equal(torch.cat(live), known)
         assert pair.sync() == 0
 
@@ -138,7 +184,10 @@ def test_a_receiver_that_breaks_off_while_it_writes_is_seeded(codec: str) -> Non
     pair = Coded(codec, weights(rng), bucket_bytes=1 << 12)
     step(pair.trained, rng, 0.5, True)
     assert pair.deliver(pair.prepare()) is None
-    staged, parts = pair.receiver._staged, len(pair.receiver._staged.sparse) + len(pair.receiver._staged.dense)
+    staged, parts = (
+        pair.receiver._staged,
+        len(pair.receiver._staged.sparse) + len(pair.receiver._staged.dense),
+    )
     assert parts > 3
     (staged.sparse or staged.dense).append(None)  # type: ignore[arg-type]
     with pytest.raises((AttributeError, TypeError)):
@@ -184,7 +233,8 @@ def test_the_small_codecs_are_small() -> None:
     assert same_bits(pair.trained, pair.copy)
 
 
-# The lanes of the p2p route --------------------------------------------------------------------------------------------------
+# The lanes of the p2p route
+# --------------------------------------------------------------------------------------------------
 
 
 @every_codec
@@ -193,11 +243,16 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
     """A source cuts columns, the receiver rows: positions are translated twice, and every bit arrives."""
     rng = torch.Generator().manual_seed(8)
     full = random((40, 60), torch.bfloat16, rng)
-    columns, rows = Block(((((0, 40)),), ((20, 30),))), Block((((part.start, part.stop - part.start),), ((0, 60),)))
+    columns, rows = (
+        Block(((((0, 40)),), ((20, 30),))),
+        Block((((part.start, part.stop - part.start),), ((0, 60),))),
+    )
     own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))} for block in (columns, rows))
     pair = pair_spaces(own, theirs)
     schedule = ChunkPlan({0: {2: pair[2].numel}}, 600)
-    lane = Lane(schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
+    lane = Lane(
+        schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
+    )
     trained, copy = full[:, 20:50].contiguous(), full[part].clone()
     source = Coded(codec, {"w": trained}).source
     target = Target(FlatTensors([copy], 2), {0: build_index_maps(pair[2], theirs[2])})
@@ -205,10 +260,14 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
     for density, near in ((0.1, True), (1.0, True), (0.6, False), (0.02, True)):
         step({"w": trained}, rng, density, near)
         source.prepare(source.state.version + 1, False, Phases(), lanes=lanes, selector=chooser_of(codec))
-        made = lane_step(SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 1)
+        made = lane_step(
+            SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 1
+        )
         staged = StagedPatch()
         for chunk, frame in zip(lane.chunks, source.frames(), strict=True):
-            for segment in read_frame(frame, made.frame_head(0, len(lane.chunks), chunk)) if len(frame) else ():
+            for segment in (
+                read_frame(frame, made.frame_head(0, len(lane.chunks), chunk)) if len(frame) else ()
+            ):
                 staged.add(target, 0, segment)
         staged.apply({2: target})
         source.commit(source.state.version + 1, source.state.lineage, full=False)
@@ -218,14 +277,17 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
     assert torch.equal(bits_of(copy[:, :20]), bits_of(full[part, :20]))
 
 
-# Patches ---------------------------------------------------------------------------------------------------------------------
+# Patches ----------------------------------------------------------------------------------------------------
+# -----------------
 
 
 @both
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @pytest.mark.parametrize("homes", ["apart", "one memory", "one memory, transposed"])
 def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tied tensor may lie in a receiver twice, or under two names in one place, where nothing may be added twice."""
+    """A tied tensor may lie in a receiver twice, or under two names in one place, where nothing may be added
+    twice.
+    """
     monkeypatch.setattr(kernels, "codecs_on", lambda device: codecs)
     block = Block.whole((4, 5))
     source = FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))
@@ -252,9 +314,13 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
 def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> None:
     """On the p2p route the elements that are in both cuts travel twice, and each time they have two homes."""
     rng = torch.Generator().manual_seed(9)
-    own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, i, block) for i, block in enumerate(blocks)]))} for blocks in (
-        [Block.whole((6, 8))], [Block((((0, 6),), ((0, 3),))), Block((((2, 3),), ((0, 8),)))],
-    ))  # fmt: skip
+    own, theirs = (
+        {2: FlatSpace.of(2, Pieces.of([Piece(0, i, block) for i, block in enumerate(blocks)]))}
+        for blocks in (
+            [Block.whole((6, 8))],
+            [Block((((0, 6),), ((0, 3),))), Block((((2, 3),), ((0, 8),)))],
+        )
+    )
     pair = pair_spaces(own, theirs)
     assert pair[2].numel == 18 + 24
     trained = random((6, 8), torch.bfloat16, rng)
@@ -265,14 +331,27 @@ def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> Non
     source = Coded(codec, {"w": trained}).source
     for density in (0.3, 0.9):
         step({"w": trained}, rng, density, True)
-        source.prepare(source.state.version + 1, False, Phases(), lanes=P2PLanes(0, {0: lane}), selector=chooser_of(codec))
-        made, staged = lane_step(SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 0), StagedPatch()
+        source.prepare(
+            source.state.version + 1,
+            False,
+            Phases(),
+            lanes=P2PLanes(0, {0: lane}),
+            selector=chooser_of(codec),
+        )
+        made, staged = (
+            lane_step(
+                SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 0
+            ),
+            StagedPatch(),
+        )
         for chunk, frame in zip(chunks, source.frames(), strict=True):
             for segment in read_frame(frame, made.frame_head(0, len(chunks), chunk)) if len(frame) else ():
                 staged.add(target, 0, segment)
         staged.apply({2: target})
         source.commit(source.state.version + 1, source.state.lineage, full=False)
-        assert torch.equal(bits_of(copies[0]), bits_of(trained[:, :3])) and torch.equal(bits_of(copies[1]), bits_of(trained[2:5]))
+        assert torch.equal(bits_of(copies[0]), bits_of(trained[:, :3])) and torch.equal(
+            bits_of(copies[1]), bits_of(trained[2:5])
+        )
 
 
 @both

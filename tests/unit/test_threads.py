@@ -78,7 +78,9 @@ def test_the_caller_goes_on_alone_where_no_thread_can_be_started(monkeypatch: py
 
     monkeypatch.setattr(threads, "_pool", threads._Pool())
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert split(lambda low, high: (low, threading.current_thread()), 8, least=2) == [(n, threading.current_thread()) for n in (0, 2, 4, 6)]
+    assert split(lambda low, high: (low, threading.current_thread()), 8, least=2) == [
+        (n, threading.current_thread()) for n in (0, 2, 4, 6)
+    ]
 
 
 def test_several_callers_at_once() -> None:
@@ -86,7 +88,10 @@ def test_several_callers_at_once() -> None:
 
     def call(number: int) -> None:
         for _ in range(50):
-            totals.append(sum(split(lambda low, high: sum(range(low, high)), 1000 + number, least=10)) - sum(range(1000 + number)))
+            totals.append(
+                sum(split(lambda low, high: sum(range(low, high)), 1000 + number, least=10))
+                - sum(range(1000 + number))
+            )
 
     callers = [threading.Thread(target=call, args=(number,)) for number in range(8)]
     for caller in callers:

@@ -15,9 +15,20 @@ from dte_dist.transport.base import TIMEOUT, check_timeout
 
 GOOD = {3: 3.0, 0.001: 0.001, 1e9: 1e9, timedelta(minutes=2): 120.0, timedelta(milliseconds=1): 0.001}
 WRONG = [
-    0, -1.0, 0.0009, 1.1e9, float("nan"), float("inf"), True, "1", None, timedelta(0), timedelta(seconds=-1),
-    timedelta(microseconds=999), timedelta.max,
-]  # fmt: skip
+    0,
+    -1.0,
+    0.0009,
+    1.1e9,
+    float("nan"),
+    float("inf"),
+    True,
+    "1",
+    None,
+    timedelta(0),
+    timedelta(seconds=-1),
+    timedelta(microseconds=999),
+    timedelta.max,
+]
 
 
 @pytest.mark.parametrize(("said", "seconds"), GOOD.items(), ids=map(str, GOOD))

@@ -1,4 +1,6 @@
-"""Every rank or no rank: `transport/all_or_none.py` over real gloo groups, each rank a thread of this process."""
+"""Every rank or no rank: `transport/all_or_none.py` over real gloo groups, each rank a thread of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ PATIENCE = timedelta(seconds=20)
 
 def memberships(ranks: Sequence[int]) -> list[Membership]:
     store = dist.HashStore()
-    return [Membership(rank, SIZE, tuple(range(SIZE)), dist.PrefixStore("test", store), "cpu:gloo", PATIENCE) for rank in ranks]
+    return [
+        Membership(rank, SIZE, tuple(range(SIZE)), dist.PrefixStore("test", store), "cpu:gloo", PATIENCE)
+        for rank in ranks
+    ]
 
 
 def on_wires(call: Callable[[Communicator], Any]) -> list[Any]:
@@ -62,7 +67,8 @@ def facts(errors: Sequence[Exception]) -> set[tuple[type, str]]:
     return {(type(error), str(error)) for error in errors}
 
 
-# Rows --------------------------------------------------------------------------------------------------------------------
+# Rows -------------------------------------------------------------------------------------------------------
+# -------------
 
 
 def test_if_no_rank_fails_all_know_what_the_others_say() -> None:
@@ -86,18 +92,26 @@ def test_the_error_of_the_lowest_rank_is_raised_on_all_and_its_cause_stays_where
         (ValueError(), "ValueError", ""),
     ],
 )
-def test_an_error_of_any_kind_is_agreed_and_the_ranks_stay_in_step(error: Exception, kind: str, text: str) -> None:
+def test_an_error_of_any_kind_is_agreed_and_the_ranks_stay_in_step(
+    error: Exception, kind: str, text: str
+) -> None:
     def twice(wire: Communicator) -> tuple[Exception, np.ndarray]:
-        return marked(lambda: raise_together(wire, error if wire.rank == 4 else None)), raise_if_any(wire, None, [wire.rank])
+        return marked(lambda: raise_together(wire, error if wire.rank == 4 else None)), raise_if_any(
+            wire, None, [wire.rank]
+        )
 
     errors, rows = zip(*on_wires(twice), strict=True)
-    assert {(type(told).__name__, str(told)) for told in errors} == {(kind, f"{text} (raised on rank 4 of the group)")}
+    assert {(type(told).__name__, str(told)) for told in errors} == {
+        (kind, f"{text} (raised on rank 4 of the group)")
+    }
     assert [row.tolist() for row in rows] == [[[1], [2], [4]]] * len(MEMBERS)
 
 
 def test_an_error_that_all_ranks_have_is_raised_as_it_is() -> None:
     errors = on_wires(lambda wire: marked(lambda: raise_if_any(wire, VersionGap("lost one"))))
-    assert facts(errors) == {(VersionGap, "lost one")} and all(isinstance(error.__cause__, VersionGap) for error in errors)
+    assert facts(errors) == {(VersionGap, "lost one")} and all(
+        isinstance(error.__cause__, VersionGap) for error in errors
+    )
     errors = on_wires(lambda wire: marked(lambda: raise_if_any(wire, VersionGap(f"lost {wire.rank}"))))
     assert facts(errors) == {(VersionGap, "lost 1 (raised on rank 1, 2, 4 of the group)")}
 
@@ -106,11 +120,14 @@ def test_ranks_that_do_not_say_how_they_failed_are_an_error_on_all() -> None:
     errors = on_wires(lambda wire: marked(lambda: raise_together(wire, None)))
     ((kind, text),) = facts(errors)
     assert kind is FrameError and text.startswith("a rank said that it failed, but not how")
-    for found in on_wires(lambda wire: capture_error(lambda: raise_together(wire, None, unsaid=PeerLost("no word")))):
+    for found in on_wires(
+        lambda wire: capture_error(lambda: raise_together(wire, None, unsaid=PeerLost("no word")))
+    ):
         assert type(found) is PeerLost and str(found) == "no word"
 
 
-# Calls -------------------------------------------------------------------------------------------------------------------
+# Calls ------------------------------------------------------------------------------------------------------
+# -------------
 
 
 def test_the_ranks_of_a_lost_peer_are_told_to_all() -> None:
@@ -136,7 +153,8 @@ def test_errors_are_kept_and_marked_but_a_lost_peer_is_never_marked() -> None:
         capture_error(lambda: fail(KeyboardInterrupt()))
 
 
-# The end -----------------------------------------------------------------------------------------------------------------
+# The end ----------------------------------------------------------------------------------------------------
+# -------------
 
 
 def closed(ranks: Sequence[int]) -> ChannelClosed:
@@ -151,12 +169,19 @@ def test_survivors_raise_the_text_of_the_first_and_each_knows_its_own_reason() -
     each = watches([0, 1, 2])
     why: list[str] = []
     failed = end_together(OSError("no memory"), each[0], why.append)
-    lost = [end_together(PeerLost(f"no answer on {rank}"), each[rank], why.append, left=closed) for rank in (1, 2)]
+    lost = [
+        end_together(PeerLost(f"no answer on {rank}"), each[rank], why.append, left=closed) for rank in (1, 2)
+    ]
     assert facts([failed, *lost]) == {(PeerLost, "rank 0 failed: OSError: no memory")}
-    assert why == ["OSError in an earlier call: no memory", *(f"PeerLost in an earlier call: no answer on {rank}" for rank in (1, 2))]
+    assert why == [
+        "OSError in an earlier call: no memory",
+        *(f"PeerLost in an earlier call: no answer on {rank}" for rank in (1, 2)),
+    ]
 
 
-@pytest.mark.parametrize("error", [OSError("no memory"), PeerLost("no answer"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError("no memory"), PeerLost("no answer"), KeyboardInterrupt()], ids=repr
+)
 def test_a_rank_tells_why_before_it_drops_its_groups(error: BaseException) -> None:
     watch, other = watches([0, 1])
     seen: list[str] = []
@@ -169,16 +194,22 @@ def test_ranks_that_closed_on_purpose_are_told_from_lost_ones(left: Any) -> None
     watch, other = watches([0, 3])
     other.board.leave(3)
     told = end_together(PeerLost("no answer"), watch, lambda why: None, left=left)
-    assert (type(told), str(told)) == ((PeerLost, "rank 3 closed the channel") if left is None else (ChannelClosed, str(closed([3]))))
+    assert (type(told), str(told)) == (
+        (PeerLost, "rank 3 closed the channel") if left is None else (ChannelClosed, str(closed([3])))
+    )
 
 
 def test_a_lost_peer_says_who_is_lost_and_so_do_the_others() -> None:
     watch, other = watches([0, 1])
     errors = [
-        end_together(PeerLost("ranks 2 and 4 did not answer", lost=[2, 4], late=True), watch, lambda why: None),
+        end_together(
+            PeerLost("ranks 2 and 4 did not answer", lost=[2, 4], late=True), watch, lambda why: None
+        ),
         end_together(PeerLost("rank 0 died", lost=[0]), other, lambda why: None),
     ]
-    assert [(error.lost, error.late) for error in errors if isinstance(error, PeerLost)] == [((2, 4), True)] * 2
+    assert [(error.lost, error.late) for error in errors if isinstance(error, PeerLost)] == [
+        ((2, 4), True)
+    ] * 2
     assert facts(errors) == {(PeerLost, "ranks 2 and 4 did not answer")}
 
 

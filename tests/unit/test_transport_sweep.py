@@ -1,4 +1,5 @@
-"""Random sweep, one process: sharded senders and receivers of any layouts over a transport in memory; bit-exact.
+"""Random sweep, one process: sharded senders and receivers of any layouts over a transport in memory;
+bit-exact.
 
 Each case pushes and pulls several versions. `DTE_SWEEP=seed` repeats a sweep, `DTE_SWEEP=seed:case` one case.
 """

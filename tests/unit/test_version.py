@@ -39,10 +39,17 @@ def test_code_beside_its_project_file_goes_by_it(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     "beside",
-    [None, PROJECT.replace("dte_dist", "another"), "[tool.x]\n", "project = 3\n",
-     '[project]\nname = "dte_dist"\ndynamic = ["version"]\n', "no TOML", "\0"],
+    [
+        None,
+        PROJECT.replace("dte_dist", "another"),
+        "[tool.x]\n",
+        "project = 3\n",
+        '[project]\nname = "dte_dist"\ndynamic = ["version"]\n',
+        "no TOML",
+        "\0",
+    ],
     ids=["nothing", "another project", "no project", "a number", "no version", "no TOML", "no text"],
-)  # fmt: skip
+)
 def test_elsewhere_the_installation_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str | None
 ) -> None:

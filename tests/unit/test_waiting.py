@@ -100,7 +100,9 @@ def seen(pid: int) -> Process:
     return Process(presence._machine(), pid, int(presence._stat(pid)[presence._STARTED]))
 
 
-def test_a_process_is_dead_once_it_is_killed_even_if_nobody_has_asked(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_is_dead_once_it_is_killed_even_if_nobody_has_asked(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
     other = seen(sleeper.pid)
     assert not other.is_dead() and not Process.this().is_dead()
     sleeper.send_signal(signal.SIGSTOP)
@@ -171,7 +173,10 @@ def test_the_text_names_all_ranks_that_wait_in_either_call() -> None:
     others = [place(2, 1, 4), place(3, 2, 4), place(4, 5, 1), place(5, 1, 3)]
     named = place(1, 2, 4, name="reference")
     ranks, text = crossing(named, A, others)
-    assert (ranks, text) == ((0, 1, 2, 3), "ranks 0 and 2 wait in channel 1, ranks 1 and 3 in channel 2 'reference'")
+    assert (ranks, text) == (
+        (0, 1, 2, 3),
+        "ranks 0 and 2 wait in channel 1, ranks 1 and 3 in channel 2 'reference'",
+    )
 
 
 def test_places_come_back_as_they_were_said() -> None:
@@ -194,7 +199,11 @@ def test_all_ranks_read_one_verdict_whoever_comes_first(kind: str, tmp_path: Any
             return dist.FileStore(str(tmp_path / "store"), 8)
         return shared
 
-    shared: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "tcp" else dist.HashStore()
+    shared: Any = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if kind == "tcp"
+        else dist.HashStore()
+    )
     boards = [Board(dist.PrefixStore("channel", store()), 8) for _ in range(8)]
     assert all(board.read() is None for board in boards)
     mine = [Verdict.of(late([rank], "answer", 3), 0) for rank in range(8)]

@@ -275,9 +275,13 @@ def frozen() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 MODELS = {
-    "views of a fused tensor": fused, "tied": tied, "untied by the receiver": untied, "complex": pairs_of_doubles,
-    "empty, of no dimension, strided, a parameter": odd, "of inference mode": frozen,
-}  # fmt: skip
+    "views of a fused tensor": fused,
+    "tied": tied,
+    "untied by the receiver": untied,
+    "complex": pairs_of_doubles,
+    "empty, of no dimension, strided, a parameter": odd,
+    "of inference mode": frozen,
+}
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
