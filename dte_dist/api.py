@@ -136,7 +136,8 @@ def delta_broadcast(
         DeltaError: anything else that went wrong on some rank; on every rank. No receiver has moved.
 
     Example:
-        >>> report = dte_dist.delta_broadcast(model)  # ranks 0 and 1 train it with FSDP2, ranks 2 and 3 hold a copy
+        >>> # ranks 0 and 1 train it with FSDP2, ranks 2 and 3 hold a copy
+        >>> report = dte_dist.delta_broadcast(model)
         >>> report.kind, report.reason
         ('full', 'first sync')
         >>> train()  # a step of the optimizer on ranks 0 and 1

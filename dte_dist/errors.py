@@ -40,7 +40,8 @@ class DeltaError(RuntimeError):
         hint: what the user can do about it.
 
     Example:
-        >>> print(DeltaError("shapes differ", tensor="w", ranks=[2], expected=(4, 4), got=(4, 5), hint="build the same model"))
+        >>> print(DeltaError("shapes differ", tensor="w", ranks=[2], expected=(4, 4), got=(4, 5),
+        ...     hint="build the same model"))
         shapes differ [tensor 'w'; ranks 2; expected (4, 4); got (4, 5)]. Hint: build the same model.
     """
 
@@ -143,7 +144,8 @@ class VersionRestart(VersionError):
     """A delta comes from another run of the trainer than the one the receiver follows.
 
     Example:
-        >>> transport, weights, copy = dte_dist.LoopbackTransport(), {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+        >>> transport = dte_dist.LoopbackTransport()
+        >>> weights, copy = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
         >>> receiver = dte_dist.DeltaEngine(transport)
         >>> for run in range(2):  # the second run of the trainer counts anew
         ...     sender = dte_dist.DeltaEngine(transport)
@@ -199,7 +201,8 @@ class PeerLost(DeltaError):
         ...         break
         ...     except dte_dist.PeerLost as error:
         ...         if not error.late:
-        ...             raise  # form a group without error.lost; who is at the right version needs no seed in it
+        ...             # form a group without error.lost; who is at the right version needs no seed in it
+        ...             raise
         >>> report.version
         1
     """

@@ -79,7 +79,7 @@ machine and on what else it is doing.
 (a) `dense_broadcast`: everything, gathered with `full_tensor()`, packed into buckets, broadcast. (b) `dense_p2p`: everything, shard to
 shard, by `delta_p2p(mode="full")`. (c) `published`: the design of public trainers as it stands. "limit" is the entropy of the update in
 bytes per changed element; "CPU" is the process time of all ranks; "memory s/r" is what sources and receivers hold at the peak of
-a call beyond what they held before it."""
+a call beyond what they held before it."""  # noqa: E501
 
 
 def targets(rows: Sequence[Row]) -> str:

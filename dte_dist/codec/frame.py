@@ -105,9 +105,11 @@ class FrameWriter:
         codecs: segments so far by pair of codecs, such as "u16+raw".
 
     Example:
-        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4,
+        ...     first=0, length=100)
         >>> writer = FrameWriter(head, "cpu")
-        >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
+        >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2],
+        ...     dtype=torch.int32))
         >>> frame = writer.finish()
         >>> frame.dtype, dict(writer.codecs)
         (torch.uint8, {'u16+raw': 1})
@@ -318,9 +320,11 @@ def read_frame(
             next.
 
     Example:
-        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4,
+        ...     first=0, length=100)
         >>> writer = FrameWriter(head, "cpu")
-        >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
+        >>> writer.add(0, 100, torch.tensor([3, 8], dtype=torch.int32), torch.tensor([1, 2],
+        ...     dtype=torch.int32))
         >>> [segment] = read_frame(writer.finish(), expect=head)
         >>> segment.positions.tolist(), segment.values.tolist()
         ([3, 8], [1, 2])

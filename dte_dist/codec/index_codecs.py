@@ -8,7 +8,7 @@ like those below.
 |---|---|---|
 | 0 | `dense` | none: every element of the segment is present |
 | 1 | `i32` | int32 positions |
-| 2 | `u16` | per block of 65536 elements a uint32 count, then a uint16 offset in its block for each position |
+| 2 | `u16` | per 65536 elements a uint32 count, then for each position a uint16 offset |
 | 3 | `ef` | Elias-Fano: `low` bits of each position as they are, the rest as differences in unary |
 | 4 | `bitmap` | a bit for each element |
 | 5 | `again` | a bit for each position that the delta before had here; the others as `ef` |

@@ -93,7 +93,8 @@ class PreviousDelta:
 
     Example:
         >>> from dataclasses import replace
-        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4, first=0, length=100)
+        >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4,
+        ...     first=0, length=100)
         >>> history, places = PreviousDelta(), DeltaPositions()
         >>> places.add(0, 100, torch.tensor([3, 8], dtype=torch.int32))
         >>> history.record(head, places)

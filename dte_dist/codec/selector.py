@@ -5,7 +5,7 @@ anything is encoded.
 |---|---|
 | `"fast"` | `u16` or `i32`, whichever is smaller, with `raw`: the cheapest to code |
 | `"small"` | the pair with the fewest bytes |
-| `"auto"` | the least seconds: bytes over the speed of the link, and what the codecs take; `"fast"` where the speed is not known |
+| `"auto"` | the least seconds, on the link and in the codecs; `"fast"` while the speed is not known |
 | `"ef+planes"` or any other pair | that pair |
 
 All but "fast" take the index codec `again` where it is the best one, and have both ends keep positions for it
@@ -88,7 +88,8 @@ class CodecSelector:
         ValueError: there is no such codec, or a number is out of range.
 
     Example:
-        >>> CodecSelector("auto", bytes_per_second=125e6).relative(2), CodecSelector("auto", bytes_per_second=12.5e9).relative(2)
+        >>> CodecSelector("auto", bytes_per_second=125e6).relative(2), CodecSelector("auto",
+        ...     bytes_per_second=12.5e9).relative(2)
         (True, False)
     """
 

@@ -9,7 +9,7 @@ holds what the writer knows adds the distances to it. They exist for elements of
 | 0 | `raw` | no | the bits as they are |
 | 1 | `ulp` | yes | the distances as they are |
 | 2 | `ulp8` | yes | an int8 each; those that do not fit follow |
-| 3 | `planes` | yes | a bit for the sign, some low bits, and whether it is far; what is left as its length and its bits |
+| 3 | `planes` | yes | sign, some low bits, and whether it is far; what is left as its length and its bits |
 """
 
 from __future__ import annotations

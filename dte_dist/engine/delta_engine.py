@@ -109,7 +109,8 @@ class DeltaEngine:
         Two senders with half of the rows each, and a receiver with all of them:
 
         >>> halves, whole = torch.rand(4, 3).chunk(2), torch.zeros(4, 3)
-        >>> upper, lower = (dte_dist.Layout.from_views([("w", half, (4, 3), (row, 0))]) for half, row in zip(halves, (0, 2)))
+        >>> upper, lower = (dte_dist.Layout.from_views([("w", half, (4, 3), (row, 0))])
+        ...     for half, row in zip(halves, (0, 2)))
         >>> target = dte_dist.Layout.from_tensors({"w": whole})
         >>> plan = dte_dist.Plan.between({0: upper, 1: lower}, {2: target})
         >>> transport = dte_dist.LoopbackTransport()

@@ -3,7 +3,7 @@
 | name | tensor |
 |---|---|
 | `__awex_delta_header__` | int64[6]: magic 0x41574558, codec 1, version, base version, pairs, whole tensors |
-| `w@delta_idx` | flat row-major positions in `w`, strictly ascending; int32, or int64 if `w` has more than 2^31 elements |
+| `w@delta_idx` | flat row-major positions in `w`, ascending; int32, int64 beyond 2^31 elements |
 | `w@delta_val` | the new values at these positions, in the dtype of `w` |
 | `w` | all of `w`, instead of the pair |
 

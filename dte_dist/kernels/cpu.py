@@ -56,7 +56,8 @@ def advance(  # noqa: PLR0917
 
     Example:
         >>> from dte_dist.tensors.flat import FlatTensors
-        >>> flat, known = FlatTensors([torch.tensor([1, 2, 3], dtype=torch.int32)], 4), torch.tensor([1, 0, 3], dtype=torch.int32)
+        >>> flat, known = FlatTensors([torch.tensor([1, 2, 3], dtype=torch.int32)], 4), torch.tensor([1, 0,
+        ...     3], dtype=torch.int32)
         >>> positions, old, new = torch.empty((3, 3), dtype=torch.int32)
         >>> count = advance(flat, 0, len(flat), known, positions, old, new)
         >>> positions[:count].tolist(), old[:count].tolist(), new[:count].tolist(), known.tolist()

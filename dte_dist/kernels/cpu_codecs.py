@@ -80,7 +80,8 @@ def distances(old: Tensor, new: Tensor) -> Tensor:
         int32 differences modulo the range of their dtype.
 
     Example:
-        >>> distances(torch.tensor([0x3F80], dtype=torch.int16), torch.tensor([0x3F7F], dtype=torch.int16)).tolist()
+        >>> distances(torch.tensor([0x3F80], dtype=torch.int16), torch.tensor([0x3F7F],
+        ...     dtype=torch.int16)).tolist()
         [-1]
     """
     count, sample, width = new.numel(), SAMPLES[new.dtype], new.element_size()

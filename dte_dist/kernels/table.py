@@ -50,7 +50,8 @@ class Table:
 
     Example:
         >>> two = [torch.zeros(2, 3), torch.zeros(2, 4).t()]
-        >>> table = Table(two, np.array([0, 6, 14]), np.array([t.data_ptr() for t in two]), np.array([True, False]))
+        >>> table = Table(two, np.array([0, 6, 14]), np.array([t.data_ptr() for t in two]), np.array([True,
+        ...     False]))
         >>> table.kinds.tolist(), table.shapes.tolist()
         ([0, 1], [2, 4, 4, 2, 16])
     """

@@ -54,7 +54,8 @@ def subtract(bits: Tensor, known: Tensor) -> Tensor:
     """Return how far each bit pattern is from the known one, in the order, modulo the range of the dtype.
 
     Example:
-        >>> subtract(torch.tensor([-0x8000], dtype=torch.int16), torch.tensor([0], dtype=torch.int16)).tolist()
+        >>> subtract(torch.tensor([-0x8000], dtype=torch.int16), torch.tensor([0],
+        ...     dtype=torch.int16)).tolist()
         [-1]
     """
     return (_ordered(bits) - _ordered(known)).view(bits.dtype)

@@ -58,7 +58,8 @@ class Layout:
 
     Example:
         >>> layout = dte_dist.Layout.from_module(torch.nn.Linear(3, 2))
-        >>> [entry.name for entry in layout.manifest.entries], [tuple(tensor.shape) for tensor in layout.tensors()]
+        >>> [entry.name for entry in layout.manifest.entries], [tuple(tensor.shape)
+        ...     for tensor in layout.tensors()]
         (['bias', 'weight'], [(2,), (2, 3)])
     """
 
@@ -110,7 +111,8 @@ class Layout:
                 written as UTF-8.
 
         Example:
-            >>> dte_dist.Layout.from_module(torch.nn.Linear(3, 2), select=["w*"], rename="head.{}".format).manifest.entries[0].name
+            >>> dte_dist.Layout.from_module(torch.nn.Linear(3, 2), select=["w*"],
+            ...     rename="head.{}".format).manifest.entries[0].name
             'head.weight'
         """
         tree, rule = ModuleTree(module), NameRule.of(select, rename)
@@ -164,7 +166,8 @@ class Layout:
             ValueError: an argument is of the wrong type.
 
         Example:
-            >>> dte_dist.Layout.from_shards([("w", torch.zeros(2, 3), dte_dist.ShardSpec((2, 3), None, ()))]).manifest.block(0, ()).shape
+            >>> dte_dist.Layout.from_shards([("w", torch.zeros(2, 3), dte_dist.ShardSpec((2, 3), None,
+            ...     ()))]).manifest.block(0, ()).shape
             (2, 3)
         """
         return cls(refs_of_shards(shards), partial=partial)
@@ -189,7 +192,8 @@ class Layout:
 
         Example:
             >>> qkv = torch.zeros(6, 4)
-            >>> layout = dte_dist.Layout.from_views([("q", qkv[:2], (4, 4), (2, 0)), ("k", qkv[2:4], (4, 4), (2, 0))])
+            >>> layout = dte_dist.Layout.from_views([("q", qkv[:2], (4, 4), (2, 0)), ("k", qkv[2:4], (4,
+            ...     4), (2, 0))])
             >>> layout.manifest.block(0, ()).runs
             (((2, 2),), ((0, 4),))
         """
@@ -252,7 +256,8 @@ class Layout:
         Example:
             >>> norm = torch.nn.BatchNorm1d(3)
             >>> layout = dte_dist.Layout.from_module(norm)
-            >>> [entry.name for entry, is_buffer in zip(layout.manifest.entries, layout.buffers()) if is_buffer]
+            >>> [entry.name for entry, is_buffer in zip(layout.manifest.entries,
+            ...     layout.buffers()) if is_buffer]
             ['num_batches_tracked', 'running_mean', 'running_var']
         """
         return [False] * len(self._spots) if self._follow is None else self._follow.are_buffers(self._homes)
@@ -304,7 +309,8 @@ class Layout:
 
         Example:
             >>> weights = {"w": torch.zeros(2)}
-            >>> dte_dist.Layout.from_tensors(weights).refuse_copies()  # whoever holds `weights` may write to it
+            >>> # whoever holds `weights` may write to it
+            >>> dte_dist.Layout.from_tensors(weights).refuse_copies()
         """
         if self._copies is not None and not self._copies.is_settled:
             self._copies.refuse(self._names, self._objects, self._counted())
@@ -314,7 +320,8 @@ class Layout:
 
         Example:
             >>> weights = {"w": torch.zeros(2)}
-            >>> dte_dist.Layout.from_tensors(weights).note_changes(0)  # one sync without changes is no reason to warn
+            >>> # one sync without changes is no reason to warn
+            >>> dte_dist.Layout.from_tensors(weights).note_changes(0)
         """
         if self._copies is not None and self._copies.is_suspicious(count):
             self._copies.warn(self._names, self._counted())

@@ -34,9 +34,11 @@ class BatchedIndexMap:
         starts: int64[len(target) + 1], where each block of the target begins in its flat space.
 
     Example:
-        >>> crossing = BatchedIndexMap(2, [Block.whole((4,)), Block.whole((3,))], [(0, Block.rectangle((2,), (2,))), (1, Block.whole((3,)))])
+        >>> crossing = BatchedIndexMap(2, [Block.whole((4,)), Block.whole((3,))], [(0,
+        ...     Block.rectangle((2,), (2,))), (1, Block.whole((3,)))])
         >>> positions = [torch.tensor([1, 3]), torch.tensor([2])]
-        >>> [found.tolist() for found, _ in crossing.translate([0, 1], positions, torch.zeros(3, dtype=torch.int16))]
+        >>> [found.tolist() for found, _ in crossing.translate([0, 1], positions, torch.zeros(3,
+        ...     dtype=torch.int16))]
         [[1, 4]]
     """
 

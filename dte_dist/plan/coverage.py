@@ -45,7 +45,8 @@ def disjoint(blocks: Sequence[Block]) -> bool:
     """Tell whether no two of several blocks of one slot have an element in common.
 
     Example:
-        >>> disjoint([Block.rectangle((0, 0), (2, 3)), Block.rectangle((2, 0), (2, 3)), Block.rectangle((1, 1), (1, 1))])
+        >>> disjoint([Block.rectangle((0, 0), (2, 3)), Block.rectangle((2, 0), (2, 3)), Block.rectangle((1,
+        ...     1), (1, 1))])
         False
     """
     # Where a mesh cut the slot, the blocks are a grid: along some dimension their runs are equal or apart,

@@ -39,7 +39,8 @@ def remap_delta_indices(indices: Tensor, source: Block, receiver: Block) -> tupl
 
     Example:
         >>> sender = dte_dist.Layout.from_views([("w", torch.zeros(2, 4), (6, 4), (2, 0))])  # rows 2 and 3
-        >>> receiver = dte_dist.Layout.from_views([("w", torch.zeros(3, 3), (6, 4), (3, 1))])  # rows 3 to 5, columns 1 to 3
+        >>> # rows 3 to 5, columns 1 to 3
+        >>> receiver = dte_dist.Layout.from_views([("w", torch.zeros(3, 3), (6, 4), (3, 1))])
         >>> blocks = [layout.manifest.block(0, layout.coordinates) for layout in (sender, receiver)]
         >>> positions, kept = dte_dist.remap_delta_indices(torch.tensor([0, 3, 4, 5, 7]), *blocks)
         >>> positions.tolist(), kept.tolist()

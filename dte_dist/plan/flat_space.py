@@ -132,7 +132,8 @@ class FlatSpace:
         """Lay pieces end to end.
 
         Example:
-            >>> FlatSpace.of(2, Pieces.of([Piece(0, 0, Block.whole((4,))), Piece(1, 1, Block.whole((2, 3)))])).starts.tolist()
+            >>> FlatSpace.of(2, Pieces.of([Piece(0, 0, Block.whole((4,))), Piece(1, 1, Block.whole((2,
+            ...     3)))])).starts.tolist()
             [0, 4, 10]
         """
         numels = pieces.table.numels()[pieces.block]

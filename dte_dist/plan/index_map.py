@@ -91,7 +91,8 @@ def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, 
         >>> from dte_dist.layout import Block
         >>> from dte_dist.plan.flat_space import Piece, Pieces
         >>> spaces = [FlatSpace.of(2, Pieces.of([Piece(0, 0, Block((((first, 4),),)))])) for first in (4, 2)]
-        >>> [(index_map.begin.tolist(), index_map.end.tolist(), index_map.shift.tolist()) for index_map in build_index_maps(*spaces)]
+        >>> [(index_map.begin.tolist(), index_map.end.tolist(), index_map.shift.tolist())
+        ...     for index_map in build_index_maps(*spaces)]
         [([0], [2], [2])]
     """
     at, home = matching_blocks(source.pieces.slot, receiver.pieces.slot)

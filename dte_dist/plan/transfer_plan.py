@@ -173,7 +173,8 @@ class Plan:
 
         Example:
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> [op.recv_rank for op in dte_dist.Plan.between({0: layout}, {1: layout, 2: layout}).ops_for(recv_rank=2)]
+            >>> [op.recv_rank for op in dte_dist.Plan.between({0: layout}, {1: layout,
+            ...     2: layout}).ops_for(recv_rank=2)]
             [2]
         """
         return self._columns.where(send_rank, recv_rank)
@@ -225,7 +226,8 @@ class Plan:
 
         Example:
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> dte_dist.Plan.between({0: layout}, {1: layout}).digest() == dte_dist.Plan.between({0: layout}, {2: layout}).digest()
+            >>> dte_dist.Plan.between({0: layout},
+            ...     {1: layout}).digest() == dte_dist.Plan.between({0: layout}, {2: layout}).digest()
             False
         """
         return self._columns.digest()

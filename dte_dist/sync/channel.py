@@ -286,7 +286,8 @@ class Channel:
         if self.parts.source is not None:
             try:
                 self.parts.source.rollback()
-            except Exception:  # what the sync raises is the same on all ranks, and this is not; the next one says why it is full
+            except Exception:
+                # All ranks raise the same, and this is one rank alone. The next sync says why it is full.
                 _log.exception(
                     "the snapshot cannot be put back to what the receivers hold: the next sync is full"
                 )

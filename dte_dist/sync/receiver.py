@@ -146,7 +146,8 @@ class Receiver:
                 "a seed is not the whole chunk", expected=f"{expected.length} elements", hint="sync again"
             )
         self._begin_to_write()
-        if not self._is_seeded:  # others may have written since `begin`, or moved tensors: all of it is overwritten where it is now
+        if not self._is_seeded:
+            # Others may have written since `begin`, or moved tensors: all is overwritten where it is now.
             self._find()
             self._is_seeded = True
         target = self._targets[expected.width]

@@ -236,7 +236,8 @@ def close(module: Model, group: Group | None = None) -> None:
     Example:
         >>> report = dte_dist.delta_broadcast(model)
         >>> dte_dist.close(model)  # on every rank
-        >>> dte_dist.delta_broadcast(model, bucket_bytes=1 << 20).version  # a new channel may have other options
+        >>> # a new channel may have other options
+        >>> dte_dist.delta_broadcast(model, bucket_bytes=1 << 20).version
         1
     """
     pg = group_of(group)

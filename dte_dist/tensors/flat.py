@@ -94,7 +94,8 @@ class FlatTensors:
         written if one is cast.
 
         Example:
-            >>> flat = FlatTensors([torch.ones(2), torch.ones(3, dtype=torch.float16)], 2).read_as([torch.bfloat16, torch.float16])
+            >>> flat = FlatTensors([torch.ones(2), torch.ones(3, dtype=torch.float16)],
+            ...     2).read_as([torch.bfloat16, torch.float16])
             >>> kernels.on("cpu").read(flat, 0, bits := torch.zeros(5, dtype=torch.int16))
             >>> bits[:2].view(torch.bfloat16).tolist()
             [1.0, 1.0]

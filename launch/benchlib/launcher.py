@@ -70,7 +70,10 @@ def launch(script: str, arguments: Sequence[str], ranks: int, links: Rate | None
             command = [*prefix, sys.executable, script, *arguments]
             started.append(  # the launcher has a single thread, so a function between fork and exec is safe
                 subprocess.Popen(
-                    command, env=environment, start_new_session=True, preexec_fn=_die_with_parent  # noqa: PLW1509
+                    command,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,  # noqa: PLW1509
                 )
             )
         return _wait(started)

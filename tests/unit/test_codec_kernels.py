@@ -447,7 +447,8 @@ for distances in ([2] * 64, [3] * 64, [1] * 10 + [3] * 63 + [5, 2], [5] * 32 + [
     plan = plan._replace(far=len(high), unary=unary, size=size)
     stream = cpu_codecs.encode_planes(classes, 2, plan)
     array[page - size : page] = stream.numpy()
-    decoded, sound = cpu_codecs.decode_planes(torch.from_numpy(array[page - size : page]), len(distances), torch.int16, plan)
+    last = torch.from_numpy(array[page - size : page])
+    decoded, sound = cpu_codecs.decode_planes(last, len(distances), torch.int16, plan)
     assert sound and decoded.tolist() == distances
 """
 

@@ -74,8 +74,9 @@ from importlib import import_module
 from dte_dist import kernels
 
 kernels.warm((1, 2, 4, 8))
-modules = [import_module(f"dte_dist.kernels.{name}") for name in ("loops", "codec_loops", "again_loops", "remap_loops")]
-loops = {id(loop): loop for module in modules for loop in vars(module).values() if hasattr(loop, "signatures")}
+names = ("loops", "codec_loops", "again_loops", "remap_loops")
+found = [vars(import_module(f"dte_dist.kernels.{name}")).values() for name in names]
+loops = {id(loop): loop for values in found for loop in values if hasattr(loop, "signatures")}
 before = {number: len(loop.signatures) for number, loop in loops.items()}
 
 from tests.unit import test_states_codecs as syncs
