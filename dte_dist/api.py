@@ -75,7 +75,7 @@ def delta_broadcast(
     name: str | None = None,
     route: RouteOption = "broadcast",
     codec: str = "auto",
-    ratio: float = 1.0,
+    sparse_bytes_ratio: float = 1.0,
 ) -> SyncReport | DeltaWork:
     """Make the receivers' copy of a module bit-identical to the sources', moving only what changed since the
     last call.
@@ -120,7 +120,7 @@ def delta_broadcast(
         codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" for the less time
             at the speed the links have shown, or a pair such as "ef+planes"; see docs/protocol.md. Receivers
             read all.
-        ratio: on sources, changes are sent as changes where they take less than `ratio` times the bytes of
+        sparse_bytes_ratio: on sources, changes are sent as changes where they take less than so much of the bytes of
             everything around them.
 
     Returns:
@@ -161,7 +161,7 @@ def delta_broadcast(
         "name": name,
         "route": route,
         "codec": codec,
-        "ratio": ratio,
+        "sparse_bytes_ratio": sparse_bytes_ratio,
     }
     return _sync(module, group, src, async_op, said=said)
 

@@ -78,7 +78,7 @@ class OptionKeywords(TypedDict, total=False):
     name: str | None
     route: RouteOption
     codec: str
-    ratio: float
+    sparse_bytes_ratio: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

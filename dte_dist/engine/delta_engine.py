@@ -87,7 +87,7 @@ class DeltaEngine:
         rank: of this process in the plan; needed with one.
         mode: "delta", or "full" to send everything at every push.
         anchor_interval: send everything after so many deltas; None for never.
-        ratio: when a tensor is sent in part, see `DeltaTracker`.
+        sparse_bytes_ratio: when a tensor is sent in part, see `DeltaTracker`.
         timeout: seconds, or a timedelta, that a push or a pull may wait for the transport.
         header: give full payloads a header, too. Pass False where the receivers are those of a Delta Transfer
             Engine, which takes whatever has a header for a delta. Receivers of this class read both. See
@@ -130,7 +130,7 @@ class DeltaEngine:
         rank: int | None = None,
         mode: Literal["delta", "full"] = "delta",
         anchor_interval: int | None = None,
-        ratio: float = 1.0,
+        sparse_bytes_ratio: float = 1.0,
         timeout: timedelta | float = TIMEOUT,
         header: bool = True,
     ) -> None:
@@ -144,7 +144,9 @@ class DeltaEngine:
         self._transport, self._mode, self._anchor = transport, mode, anchor_interval
         self._timeout = check_timeout(timeout)
         self._ends = _ends(plan, rank)
-        self.tracker = DeltaTracker(ratio=ratio, keep=mode == "delta", header=header)
+        self.tracker = DeltaTracker(
+            sparse_bytes_ratio=sparse_bytes_ratio, keep=mode == "delta", header=header
+        )
         self._copy = _Copy()
 
     @property

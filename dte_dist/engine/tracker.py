@@ -58,15 +58,15 @@ class DeltaTracker:
     """Find what changed since the version that was committed last; nothing advances before `commit`.
 
     Args:
-        ratio: a tensor of n elements of s bytes, k of them changed, is sent in part if k * (4 + s) <= ratio *
-            n * s.
+        sparse_bytes_ratio: a tensor of n elements of s bytes, k of them changed, is sent in part if
+            k * (4 + s) <= sparse_bytes_ratio * n * s.
         keep: keep a copy of all bits; without it every payload is full.
         header: give full payloads a header, too. False writes them as the Delta Transfer Engine does, whose
             receivers take whatever has a header for a delta; then only the `Payload` says which version they
             make.
 
     Raises:
-        ValueError: `ratio` is negative or no number, or `header` is neither True nor False.
+        ValueError: `sparse_bytes_ratio` is negative or no number, or `header` is neither True nor False.
 
     Example:
         >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.zeros(1000)}
@@ -78,12 +78,16 @@ class DeltaTracker:
         [7]
     """
 
-    def __init__(self, *, ratio: float = 1.0, keep: bool = True, header: bool = True) -> None:
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < float("inf"):
-            raise ValueError(f"ratio is a number of at least 0, not {ratio!r}")
+    def __init__(self, *, sparse_bytes_ratio: float = 1.0, keep: bool = True, header: bool = True) -> None:
+        if (
+            isinstance(sparse_bytes_ratio, bool)
+            or not isinstance(sparse_bytes_ratio, int | float)
+            or not 0 <= sparse_bytes_ratio < float("inf")
+        ):
+            raise ValueError(f"sparse_bytes_ratio is a number of at least 0, not {sparse_bytes_ratio!r}")
         if not isinstance(header, bool):
             raise ValueError(f"header is True or False, not {header!r}")
-        self._ratio, self._keep, self._header = ratio, keep, header
+        self._ratio, self._keep, self._header = sparse_bytes_ratio, keep, header
         self._chain = VersionState(lineage=_draw())
         self._snapshot: Snapshot | None = None
         self._slots: Slots = {}

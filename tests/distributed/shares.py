@@ -60,7 +60,7 @@ class Peer:
         """Make the engine; its options are drawn anew for each rank."""
         options = {
             "anchor_interval": pick.choice((None, None, 1)),
-            "ratio": pick.choice((0.0, 0.3, 1.0, 1.0)),
+            "sparse_bytes_ratio": pick.choice((0.0, 0.3, 1.0, 1.0)),
         }
         self.engine = DeltaEngine(transport, plan=plan, rank=self.rank, timeout=60, **options)
 

@@ -103,7 +103,7 @@ def test_a_commit_that_breaks_off_loses_no_bits(ranks: Ranks, sources: int) -> N
     """The first two times that a snapshot is settled it forgets what the last sync may have left, the third
     time it is the commit.
     """
-    causes, found = zip(*ranks.run(source_breaks_off, sources, "settle", 3), strict=True)
+    causes, found = zip(*ranks.run(source_breaks_off, sources, "commit", 3), strict=True)
     (name, text), reports, bits = same(list(found))
     assert (
         name == "ApplyFailed"
@@ -125,7 +125,7 @@ def test_a_source_that_breaks_off_while_it_takes_changes_over_loses_no_bits(
     ranks: Ranks, sources: int, number: int
 ) -> None:
     """What it took over before is put back: the next delta contains it."""
-    _, found = zip(*ranks.run(source_breaks_off, sources, "_take_over", number), strict=True)
+    _, found = zip(*ranks.run(source_breaks_off, sources, "_update_range", number), strict=True)
     (name, text), reports, bits = same(list(found))
     assert (
         name == "SyncFailed"

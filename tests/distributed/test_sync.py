@@ -373,9 +373,9 @@ WRONG = [
     {"codec": "x"},
     {"codec": 3},
     {"route": "y"},
-    {"ratio": -1},
-    {"ratio": "1"},
-    {"ratio": True},
+    {"sparse_bytes_ratio": -1},
+    {"sparse_bytes_ratio": "1"},
+    {"sparse_bytes_ratio": True},
     {"timeout": "soon"},
     {"nope": 1},
 ]

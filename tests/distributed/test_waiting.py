@@ -116,7 +116,7 @@ PLACES = {
     "while it makes groups for data": (opening._Opening, "_groups"),
     "while it builds": (opening._Opening, "_build"),
     "while plans are compared": (agreement, "_refuse_other_plan"),
-    "at the end": (opening.kept, "drop_source"),
+    "at the end": (opening, "forget_meeting"),
 }
 
 

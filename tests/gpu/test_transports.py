@@ -24,7 +24,7 @@ places = pytest.mark.parametrize(
     [(DEVICE, DEVICE), (DEVICE, CPU), (CPU, DEVICE)],
     ids=["device to device", "device to cpu", "cpu to device"],
 )
-ratios = pytest.mark.parametrize("ratio", [0.0, 1.0], ids=["whole tensors", "positions"])
+ratios = pytest.mark.parametrize("sparse_bytes_ratio", [0.0, 1.0], ids=["whole tensors", "positions"])
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,11 @@ def truth(version: int) -> dict[str, Tensor]:
 
 
 def run(
-    transport: Transport, plan: Plan | None, sides: tuple[Side, Side], played: Sequence[int], ratio: float
+    transport: Transport,
+    plan: Plan | None,
+    sides: tuple[Side, Side],
+    played: Sequence[int],
+    sparse_bytes_ratio: float,
 ) -> list[str]:
     """Push and pull all versions on the ranks that this process plays; return what is wrong."""
     sources, copies = sides
@@ -94,7 +98,10 @@ def run(
     options: list[dict[str, Any]] = [
         {"plan": plan, "rank": rank} if plan is not None else {} for rank in range(WORLD)
     ]
-    engines = {rank: DeltaEngine(transport, ratio=ratio, timeout=60, **options[rank]) for rank in played}
+    engines = {
+        rank: DeltaEngine(transport, sparse_bytes_ratio=sparse_bytes_ratio, timeout=60, **options[rank])
+        for rank in played
+    }
     faults = []
     for version in range(VERSIONS):
         for rank in (rank for rank in played if rank in sources.tensors):
@@ -134,22 +141,22 @@ def _whole(source: torch.device, copy: torch.device) -> tuple[Side, Side]:
 
 
 def in_one_process(
-    rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], ratio: float
+    rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], sparse_bytes_ratio: float
 ) -> list[str]:
     begin()
     if rank:
         return []
     sides, plan = stage(shared, devices)
-    return run(LoopbackTransport(), plan, sides, range(WORLD), ratio)
+    return run(LoopbackTransport(), plan, sides, range(WORLD), sparse_bytes_ratio)
 
 
 def between_ranks(
-    rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], ratio: float
+    rank: int, world: int, shared: bool, devices: tuple[torch.device, torch.device], sparse_bytes_ratio: float
 ) -> list[str]:
     begin()
     sides, plan = stage(shared, devices)
     transport = ProcessGroupTransport(dist.group.WORLD, plan=plan, timeout=60)
-    faults = run(transport, plan, sides, [rank], ratio)
+    faults = run(transport, plan, sides, [rank], sparse_bytes_ratio)
     dist.barrier()
     transport.close()
     return faults
@@ -160,7 +167,7 @@ def between_ranks(
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "along a plan"])
 @pytest.mark.parametrize("program", [in_one_process, between_ranks])
 def test_every_version_arrives_bit_for_bit(  # noqa: PLR0917
-    ranks, program: Any, shared: bool, sources: Any, receivers: Any, ratio: float
+    ranks, program: Any, shared: bool, sources: Any, receivers: Any, sparse_bytes_ratio: float
 ) -> None:
-    found = ranks.run(program, shared, (sources, receivers), ratio, seconds=110)
+    found = ranks.run(program, shared, (sources, receivers), sparse_bytes_ratio, seconds=110)
     assert [fault for faults in found for fault in faults] == []

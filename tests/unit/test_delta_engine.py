@@ -118,8 +118,8 @@ def test_the_quickstart() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_any_bits_of_any_dtype(dtype: torch.dtype, ratio: float) -> None:
+@pytest.mark.parametrize("sparse_bytes_ratio", [0.0, 1.0])
+def test_any_bits_of_any_dtype(dtype: torch.dtype, sparse_bytes_ratio: float) -> None:
     weights = {
         "w": random_bits(dtype, 30, 70),
         "scalar": random_bits(dtype),
@@ -128,7 +128,7 @@ def test_any_bits_of_any_dtype(dtype: torch.dtype, ratio: float) -> None:
     }
     copy = empty_like(weights)
     transport = LoopbackTransport()
-    engine = DeltaEngine(transport, ratio=ratio)
+    engine = DeltaEngine(transport, sparse_bytes_ratio=sparse_bytes_ratio)
     for version in range(4):
         engine.push(weights.items(), version)
         engine.pull(copy, version)
@@ -136,7 +136,9 @@ def test_any_bits_of_any_dtype(dtype: torch.dtype, ratio: float) -> None:
         change(weights["w"], version, 5)
         change(weights["scalar"], version, 1)
     names = transport.receive(2, timeout=1.0).tensors.keys()
-    assert ("w@delta_idx" in names) == (ratio == 1.0) and ("w" in names) == (ratio == 0.0)
+    assert ("w@delta_idx" in names) == (sparse_bytes_ratio == 1.0) and ("w" in names) == (
+        sparse_bytes_ratio == 0.0
+    )
     assert not any(name.startswith(("v", "none")) for name in names)
 
 
@@ -353,7 +355,7 @@ def test_options_are_checked() -> None:
         {"mode": "half"},
         {"anchor_interval": 0},
         {"anchor_interval": True},
-        {"ratio": -1.0},
+        {"sparse_bytes_ratio": -1.0},
         {"timeout": 0},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):

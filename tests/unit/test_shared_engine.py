@@ -94,12 +94,12 @@ def whole(views: list[list[View]], shape: tuple[int, ...]) -> Tensor:
     return full
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_what_travels(ratio: float) -> None:
+@pytest.mark.parametrize("sparse_bytes_ratio", [0.0, 1.0])
+def test_what_travels(sparse_bytes_ratio: float) -> None:
     """Positions count in the whole tensor; a whole part has the shape in which its sender holds it."""
     full = torch.arange(48, dtype=torch.float32).view(8, 6)
     sources, copies = rows(full, 2), columns(full, 3)
-    job = Job(sources, copies, ratio=ratio)
+    job = Job(sources, copies, sparse_bytes_ratio=sparse_bytes_ratio)
     first = job.both(1)
     assert [tuple(payload.tensors["w"].shape) for payload in first] == [(4, 6)] * 2
     assert [payload.sender for payload in first] == [0, 1]
@@ -108,7 +108,7 @@ def test_what_travels(ratio: float) -> None:
     sources[1][0][1][2, 3] = -7.0
     quiet, second = job.both(2)
     assert list(quiet.tensors) == [HEADER]
-    if ratio:
+    if sparse_bytes_ratio:
         assert second.tensors["w@delta_idx"].tolist() == [6 * 6 + 3]
         assert second.tensors["w@delta_idx"].dtype is torch.int32
     else:
@@ -118,8 +118,8 @@ def test_what_travels(ratio: float) -> None:
     assert [engine.version for engine in job.engines] == [-1, -1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_fused_tensors_and_several_regions_of_one_tensor(ratio: float) -> None:
+@pytest.mark.parametrize("sparse_bytes_ratio", [0.0, 1.0])
+def test_fused_tensors_and_several_regions_of_one_tensor(sparse_bytes_ratio: float) -> None:
     """Sender: query and key fused, the key in two parts in the other order. Receiver: fused otherwise, with
     padding.
     """
@@ -138,7 +138,7 @@ def test_fused_tensors_and_several_regions_of_one_tensor(ratio: float) -> None:
         ("q", other[9:12], (6, 4), (3, 0)),
         ("k", other[12:], (4, 4), (0, 0)),
     ]
-    job = Job([sender], [receiver], ratio=ratio)
+    job = Job([sender], [receiver], sparse_bytes_ratio=sparse_bytes_ratio)
     for version in range(4):
         payloads = job.both(version)
         expected = torch.cat([fused[:3], fused[9:], fused[6:8], fused[3:6], fused[8:9]])
@@ -148,7 +148,7 @@ def test_fused_tensors_and_several_regions_of_one_tensor(ratio: float) -> None:
     names = set(payloads[0].tensors) - {HEADER}
     assert names == (
         {"k[0]", "k[1]", "q"}
-        if not ratio
+        if not sparse_bytes_ratio
         else {f"{name}@delta_{end}" for name in ("k[0]", "k[1]", "q") for end in ("idx", "val")}
     )
 
