@@ -109,7 +109,7 @@ class CopyCheck:
 
 def _warn(what: str, name: str) -> None:
     hint = "give the module, or the tensors that the optimizer writes to"
-    warnings.warn(f"{what} [slot {name!r}]. If they are trained, they are copies: {hint}.", stacklevel=2)
+    warnings.warn(f"{what} [tensor {name!r}]. If they are trained, they are copies: {hint}.", stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)
