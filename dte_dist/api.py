@@ -120,8 +120,8 @@ def delta_broadcast(
         codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" for the less time
             at the speed the links have shown, or a pair such as "ef+planes"; see docs/protocol.md. Receivers
             read all.
-        sparse_bytes_ratio: on sources, changes are sent as changes where they take less than so much of the bytes of
-            everything around them.
+        sparse_bytes_ratio: on sources, changes are sent as changes where they take less than so much of the
+            bytes of everything around them.
 
     Returns:
         A `SyncReport`, or with async_op a `DeltaWork` whose `wait` returns it.

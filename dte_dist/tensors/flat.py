@@ -20,7 +20,7 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.kernels import BITS
 from dte_dist.kernels.table import PLAIN, Table
-from dte_dist.layout import LiveTensors
+from dte_dist.tensors.live import LiveTensors
 
 __all__ = ["BITS", "FlatTensors", "starts_of"]
 
