@@ -122,12 +122,12 @@ def told(errors: list[tuple[str, str]], poor: int, kind: str = "SyncFailed") -> 
 
 
 def delta(
-    rank: int, world: int, poor: int, error: Exception, calls: int, *, state: bool = False, **options: Any
+    rank: int, world: int, poor: int, error: Exception, calls: int, *, chain: bool = False, **options: Any
 ) -> dict[str, Any]:
     """A delta that is too large for one rank; what its error says to do, with no more memory; and so on."""
     model, found = Model(rank, colocated=True), dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch:
-        if state:
+        if chain:
             patch.setattr(relay, "_CHAIN_FROM", 1)
             patch.setattr(relay, "PIECE", 512)
         model.sync(**options)
