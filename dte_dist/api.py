@@ -303,11 +303,12 @@ def _sync(
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
     call = _Call(module, pg, options, call_options, error, into)
+    # A channel outlives a caller's inference_mode.
     with (
         exclusive(module, into),
         torch.inference_mode(False),
         torch.no_grad(),
-    ):  # a channel outlives a caller's inference_mode
+    ):
         running.wait_for(module, into)
         return call.start() if async_op else call.run()
 

@@ -83,7 +83,7 @@ class OptionKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallOptions:
-    """What each call may say anew; `delta_broadcast` says what it means.
+    """The options that each call may give anew; `delta_broadcast` says what they mean.
 
     Raises:
         ValueError: something makes no sense.
@@ -124,7 +124,7 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChannelOptions:
-    """What stays the same for the life of a channel.
+    """The options that stay the same for the life of a channel.
 
     Attributes:
         sources: group ranks as said by the caller, first the root; None for the default.

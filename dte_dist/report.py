@@ -1,4 +1,4 @@
-"""What one sync did: versions, elements, bytes and seconds."""
+"""Reports of a sync: versions, elements, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What a verification found; the same on every rank, but for the seconds.
+    """The findings of a verification; the same on every rank, but for the seconds.
 
     Attributes:
         version: the version that the sources' snapshot holds; None if they hold none, or different ones.
@@ -119,7 +119,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What one sync did; counts and versions are the same on every rank, seconds are this rank's own.
+    """The outcome of one sync; counts and versions are the same on every rank, seconds are this rank's own.
 
     Attributes:
         version: the version that receivers now hold.

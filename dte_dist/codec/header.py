@@ -88,7 +88,7 @@ _SEED_IT: Final = "seed this receiver with a full sync"
 
 @dataclass(frozen=True, slots=True)
 class FrameHead:
-    """What a frame says about itself, and what its receiver expects it to say.
+    """The head of a frame: it says what the frame is, and its receiver what it expects.
 
     Attributes:
         schema: 64 bits that stand for the channel: manifests and options.

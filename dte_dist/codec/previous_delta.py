@@ -1,4 +1,4 @@
-"""What the delta before changed, at both ends: the positions that the index codec `again` counts on.
+"""The positions that the previous delta changed, at both ends: those that the index codec `again` counts on.
 
 1. While frames are written or read, `before` gives the places of the same chunk in the delta that made the
    frame's base, and `note` takes those of this one. A source notes what it writes, a receiver what it has
@@ -7,8 +7,9 @@
    did not.
 3. `drop` drops all: what was known need not be what the other end knows.
 
-What is known belongs to one (version, stream). Each of these is made by exactly one sync, so a frame whose
-base and stream are those of the history speaks of the same delta at both ends. That a receiver which follows
+The known positions belong to one (version, lineage). Each of these is made by exactly one sync, so a frame
+whose base and stream are those of the history speaks of the same delta at both ends. That a receiver which
+follows
 has that history is for the source to see to: see `Source.commit`. Chunks are told apart by source, number and
 schema, which differs between routes and lanes (`sync.frame_builder`).
 """
@@ -52,7 +53,7 @@ class DeltaPositions:
         """Add the int32 positions of segment [first, first + length), counted from `first`; segments come in
         ascending order.
 
-        They must stay as they are. What is a small part of larger memory is copied, so that this is not kept
+        They must stay as they are. A small part of larger memory is copied, so that this is not kept
         with it.
         """
         if positions.untyped_storage().nbytes() > 2 * positions.nbytes + _SLACK:

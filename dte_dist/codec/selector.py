@@ -200,9 +200,8 @@ class CodecSelector:
         best: ValueCodec = RAW
         cost = dense * self._byte + length * _DENSE_SECONDS[RAW] if self._byte else dense
         for codec in self._relative if values.relative else ():
-            if (
-                DENSE in self._index or codec.least(length, values.width) < size
-            ):  # else nothing has to be measured
+            # Else nothing has to be measured.
+            if DENSE in self._index or codec.least(length, values.width) < size:
                 whole = codec.size(values, length - count)
                 each = whole * self._byte + length * _DENSE_SECONDS[codec] if self._byte else whole
                 if whole < dense and each < cost:

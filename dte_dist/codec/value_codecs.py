@@ -45,8 +45,8 @@ MOST_RELATIVE: Final = 4
 
 
 class BitPlaneParams(NamedTuple):
-    """What the table says of a stream of values, beside its size; all 0 but for `planes` (docs/protocol.md,
-    "Values").
+    """Parameters of a stream of values in the segment table, beside its size; all 0 but for `planes`
+    (docs/protocol.md, "Values").
 
     Attributes:
         shift: low bits that are written as they are.

@@ -1,4 +1,5 @@
-"""What a source would send now: its flat space of one width, in wire dtype, read from the live tensors.
+"""The live tensors of a source as they would be sent now: its flat space of one width, in wire dtype, read
+from the live tensors.
 
 Where the wire dtype is the dtype of the tensor, the live memory itself is looked at. Where it is not (fp32
 master weights, bf16 on the wire), it is cast as it is read: the patch is what differs *after* the cast, never

@@ -1,13 +1,13 @@
 """The bits that receivers are known to hold, and what differs from them now.
 
 A source keeps one array per width for the blocks it contributes, in wire dtype. It is filled by a seed and
-then compared, range by range, with the live tensors. What differs is taken over in the same pass, while it
-lies in the cache; the bits that were there are
+then compared, range by range, with the live tensors. Elements that differ are taken over in the same pass,
+while it lies in the cache; the bits that were there are
 noted, so that it can be undone until every receiver has what was sent:
 
 1. `advance` finds changes and takes them over, range after range, and gives them out in waves: after reading
    much memory the code that works on changes is no longer in the cache, so it is not called for each range.
-2. `settle` forgets what was there: the receivers have it.
+2. `commit` forgets what was there: the receivers have it.
 3. `undo` puts it back instead: they do not, and the next changes are found from where they stand.
 """
 
@@ -52,7 +52,7 @@ Example:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changed:
-    """What changed in elements [first, first + length) of a space.
+    """The changes in elements [first, first + length) of a space.
 
     Attributes:
         first, length: the range.
@@ -117,7 +117,7 @@ class _ScratchBuffers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UndoRecord:
-    """What a range held before it was taken over: at some positions, or everywhere (None)."""
+    """The bits of a range before it was taken over: at some positions, or everywhere (None)."""
 
     width: int
     first: int
@@ -135,7 +135,8 @@ class Snapshot:
 
     Attributes:
         bits: by width, the known bits; undefined until the first `refresh`.
-        torn: True if something broke off while bits were taken over or put back: they are then of no version.
+        inconsistent: True if something broke off while bits were taken over or put back: they are then of no
+            version.
     """
 
     def __init__(self, totals: Mapping[int, int], device: torch.device, segment: int) -> None:
@@ -175,10 +176,10 @@ class Snapshot:
             self._scratch[width] = _ScratchBuffers.of(
                 min(len(self.bits[width]), _BATCH_CHANGES + most), width, self.device
             )
-        # `torn` is True from before the first bit of a wave is taken over until all of the wave is noted, so
-        # that whatever breaks off in between (an interrupt at any line, too) leaves a snapshot that is known
-        # to be of no version.
-        wave, filled, torn = list[Changed](), 0, self.inconsistent
+        # `inconsistent` is True from before the first bit of a wave is taken over until all of the wave is
+        # noted, so that whatever breaks off in between (an interrupt at any line, too) leaves a snapshot that
+        # is known to be of no version.
+        wave, filled, was_inconsistent = list[Changed](), 0, self.inconsistent
         try:
             for first, length in self._ranges(spans):
                 named = (
@@ -197,14 +198,13 @@ class Snapshot:
                 if filled >= _BATCH_CHANGES:
                     done = self._record(width, wave)
                     wave, filled = [], 0
-                    self.inconsistent = torn
+                    self.inconsistent = was_inconsistent
                     yield done
         finally:  # also of what was found before a detector failed
             last = self._record(width, wave)
-            if (
-                wave and not self._halfway
-            ):  # without a wave nothing was torn here; it may have been elsewhere since the last one
-                self.inconsistent = torn
+            # Without a wave nothing became inconsistent here; it may have been elsewhere since the last one.
+            if wave and not self._halfway:
+                self.inconsistent = was_inconsistent
         if last:
             yield last
 
@@ -296,8 +296,8 @@ class Snapshot:
         self._undo_log.clear()
 
     def roll_back(self) -> None:
-        """Put back what was known before the last `settle`; if it breaks off, it can be done again."""
-        torn = self.inconsistent
+        """Put back what was known before the last `commit`; if it breaks off, it can be done again."""
+        was_inconsistent = self.inconsistent
         self.inconsistent = True
         for before in self._undo_log:
             known = self.bits[before.width][before.first :]
@@ -306,7 +306,7 @@ class Snapshot:
             else:
                 self._kernels.put(known, before.positions, before.bits)
         self.commit()
-        self.inconsistent = torn
+        self.inconsistent = was_inconsistent
 
     def refresh(self, live: Mapping[int, LiveSpace], ranges: Iterable[tuple[int, int, int]]) -> None:
         """Take over all live bits, given as ranges (width, first, length) that cover them; this cannot be

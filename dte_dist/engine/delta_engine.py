@@ -58,7 +58,7 @@ class Staged:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """What the targets of a receiver hold.
+    """The version that the targets of a receiver hold.
 
     Attributes:
         version: NONE before the first full one, when writing broke off, and when somebody else wrote to them.

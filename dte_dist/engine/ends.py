@@ -26,12 +26,12 @@ from dte_dist.transport.base import Payload
 __all__ = ["Bundle", "Ends", "Given", "Landed", "Outgoing", "WholeEnds"]
 
 Given = NamedTensors | Layout
-"""What a caller hands over: pairs or a mapping; with a plan also a `Layout`."""
+"""Tensors as a caller hands them over: pairs or a mapping; with a plan also a `Layout`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
-    """What a sender looks for changes in.
+    """The tensors in which a sender looks for changes.
 
     Attributes:
         tensors: by their names in payloads.
@@ -58,7 +58,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landed:
-    """What is to be written, checked.
+    """Changes to be written, checked.
 
     Attributes:
         changes: each with the tensor that it is written to.
@@ -78,7 +78,7 @@ class Landed:
 
 
 class Ends(Protocol):
-    """What an engine asks of its ends."""
+    """The two ends of an engine."""
 
     @property
     def senders(self) -> Sequence[int]:

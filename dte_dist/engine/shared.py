@@ -6,7 +6,7 @@
    one is cut. A tensor that is sent whole is all that the sender holds of it, in the shape in which it holds
    it.
 3. A receiver translates positions into its own tensors, and copies whole parts by the slices of the plan's
-   ops. What a sender has no right to write, by the plan, is refused.
+   ops. Elements that a sender has no right to write, by the plan, are refused.
 
 Positions are translated in one go for all tensors of a width, with the tables that `remap_delta_indices` uses
 for one.
@@ -298,7 +298,7 @@ class _Inward:
 
 
 class _Incoming:
-    """What one receiver gets from one sender.
+    """The elements that one receiver gets from one sender.
 
     Args:
         plan, sender, receiver: of both.

@@ -46,7 +46,7 @@ class _Space:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """What `diff` found, until it is known whether it was sent."""
+    """The changes that `diff` found, until it is known whether they were sent."""
 
     payload: Payload
     changes: Sequence[Change]

@@ -112,7 +112,7 @@ _PAGE: Final = 2 << 20
 
 
 class Flat(Protocol):
-    """What the kernels use of `change.FlatTensors`, which stands above them and is described there."""
+    """The part of `tensors.flat.FlatTensors` that kernels use; it stands above them and is described there."""
 
     @property
     def tensors(self) -> Sequence[Tensor]: ...
@@ -137,7 +137,7 @@ class Flat(Protocol):
 
 
 class Tables(Protocol):
-    """What the kernels use of `plan.IndexMap`, which stands above them and is described there."""
+    """The part of `plan.index_map.IndexMap` that kernels use; it stands above them and is described there."""
 
     @property
     def begin(self) -> np.ndarray: ...

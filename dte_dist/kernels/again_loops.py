@@ -2,7 +2,7 @@
 # ruff: noqa: PLR0917
 """The numba loops of the index codec `again`, over CPU memory; `kernels.cpu_codecs` is their face.
 
-Two ascending lists of int32 positions are walked together. What comes next cannot be predicted, so nothing
+Two ascending lists of int32 positions are walked together. The next position cannot be predicted, so nothing
 branches on it: every step moves either place or both by what a comparison says, and writes where the next
 step writes again if it was for nothing. A step has to wait for the one before; so there are always two walks
 at a time, which do not wait for each other.

@@ -3,7 +3,7 @@
 """The numba loops of the codecs, over CPU memory; `kernels.cpu_codecs` is their face, docs/protocol.md says
 what the streams mean.
 
-What mispredicts costs more than what is computed, so no loop branches on the data of single elements:
+A mispredicted branch costs more than the arithmetic, so no loop branches on the data of single elements:
     elements are looked at 64 at a time, and what they are is a word of 64 bits; the loops then walk the bits
     that are set. Positions and distances are int32 for every width of element, so these loops are compiled
     once; only those that touch elements come in one form per width.

@@ -1,9 +1,9 @@
 """Kernels for CPU tensors: arguments are checked here, the work is done by the numba loops of
 `kernels.loops`.
 
-The loops know memory only by address. What torch must cast first (`flat.cast`) stands in the table as a copy,
-made window by window. Large work is split over threads, each with a part of the range or of the positions;
-what is written does not depend on how many.
+The loops know memory only by address. A tensor that torch must cast first (`flat.cast`) stands in the table
+as a copy, made window by window. Large work is split over threads, each with a part of the range or of the
+positions; what is written does not depend on how many.
 """
 
 from __future__ import annotations

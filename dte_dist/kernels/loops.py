@@ -440,9 +440,8 @@ def checksum(frame, low, high, skip):
     for i in range(low, high):
         place += _FIRST
         total += mix(place + word(frame + 8 * i))
-    if (
-        low <= skip < high
-    ):  # exchanged afterwards: a condition within the loop would keep it from using vectors
+    # Exchanged afterwards: a condition within the loop would keep it from using vectors.
+    if low <= skip < high:
         place = np.uint64(skip + 1) * _FIRST
         total += mix(place) - mix(place + word(frame + 8 * skip))
     return total

@@ -153,7 +153,7 @@ def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept
     """Translate positions of an entry that `_measure` accepted; they count from its origin less `offset`.
     Return how many are kept.
 
-    Products with 2^64 / extent stand for divisions. What lies outside a run wraps to a large number when its
+    Products with 2^64 / extent stand for divisions. A position outside a run wraps to a large number when its
     start is taken off.
     """
     position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)

@@ -1,4 +1,4 @@
-"""What the loops of the codecs do with 64 elements at once, and with single bit patterns: intrinsics that
+"""Operations of the codec loops on 64 elements at once, and on single bit patterns: intrinsics that
 numba cannot be told in Python.
 
 LLVM makes of each what the processor has.

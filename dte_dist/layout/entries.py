@@ -33,7 +33,7 @@ __all__ = ["EntryBuilder", "wait_collective"]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a DTensor placement means: how it travels, and the shape that this rank must then have."""
+    """The meaning of a DTensor placement: how it travels, and the shape that this rank must then have."""
 
     placement: Placement
     local_shape: tuple[int, ...]

@@ -13,8 +13,8 @@ Torch keeps up to four kinds of tensors over the same elements, each with a vers
    `summon_full_params` write back to it.
 3. With use_orig_params=True the original parameters, set to parts of the range. Then the optimizer writes
    to these.
-4. What was gathered for a pass. It may outlive the pass (SHARD_GRAD_OP, the root, evaluation), and the next
-   pass takes it as it is.
+4. Parameters that were gathered for a pass. They may outlive the pass (SHARD_GRAD_OP, the root, evaluation),
+   and the next pass takes it as it is.
 """
 
 from __future__ import annotations

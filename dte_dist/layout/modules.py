@@ -6,7 +6,7 @@ A parameter is found through the dict of the submodule that owns it: such a dict
     root.
 
 `fully_shard` swaps what is registered there: only after `reshard` is it the sharded parameter that training
-    updates. What else is registered in between is a copy, and writing to it would be lost. What the older
+    updates. A tensor that is registered in between is a copy, and writing to it would be lost. What the older
     FullyShardedDataParallel (FSDP1) registers is not looked at: its units say what they hold
     (`layout.flattened`).
 """

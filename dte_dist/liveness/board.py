@@ -1,4 +1,4 @@
-"""What ranks leave for each other to read in the store of the group, where no exchange reaches them.
+"""Notes that ranks leave for each other in the store of the group, where no exchange reaches them.
 
 A channel ends with one `Verdict`, that of the rank that comes first: why it ended, and which ranks that is
 about. All others read it and raise the same. It is written before the rank that found it drops its groups, so

@@ -1,4 +1,4 @@
-"""What a rank that waits for long looks at, once a second, in a thread of its own.
+"""The lookout of a rank that waits for long: it looks around once a second, in a thread of its own.
 
 1. Is there a verdict on the channel?
 2. Has a connection of it closed, or has a process of this machine ended? Not at the end of a call: a rank

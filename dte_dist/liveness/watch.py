@@ -86,7 +86,7 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 class Watched(Protocol):
-    """What a watch needs of the groups of a channel (`transport.communicator.Communicator`)."""
+    """The part of a channel's groups that a watch needs (`transport.communicator.Communicator`)."""
 
     def kill(self) -> None:
         """Close all connections."""

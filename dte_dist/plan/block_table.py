@@ -1,4 +1,4 @@
-"""What each rank holds, as pieces: a manifest and a rank's coordinates turned into columns, once per
+"""The pieces that each rank holds: a manifest and a rank's coordinates turned into columns, once per
 geometry.
 """
 

@@ -44,7 +44,7 @@ _BUILD = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLayout:
-    """What one rank says of one of its modules.
+    """The description of one module on one rank.
 
     Attributes:
         manifest: its entries; ranks with equal manifests should share one object.

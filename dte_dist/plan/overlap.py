@@ -1,4 +1,4 @@
-"""What two blocks of one slot have in common, and how positions in one become positions in the other.
+"""The overlap of two blocks of one slot, and how positions in one become positions in the other.
 
 A block is the product of one run list per dimension, so the overlap of two blocks is the product of the
 overlaps of their run lists. Per dimension it is a short table of segments (coordinate in A, length,

@@ -1,6 +1,6 @@
 """Which source sends a block that several sources hold.
 
-1. What only one source holds, that one sends.
+1. A block that only one source holds is sent by that source.
 2. Replicas on a mesh take turns: of the slots that are cut alike, the first block comes from the first of its
    holders, the next one from the second, and so on, so that the replicas of HSDP share the work of finding
    and sending changes.

@@ -1,4 +1,4 @@
-"""What the two ends of a plan need of it: the parts that a sender sends, and where they land on a receiver.
+"""A plan as its two ends need it: the parts that a sender sends, and where they land on a receiver.
 
 A part is one local tensor of a sender that some receiver needs. It is named after its slot; where a sender
 holds several regions of one slot, each is named after its entry too. Both ends find the same names from the

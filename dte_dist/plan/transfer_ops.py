@@ -26,7 +26,7 @@ Slices = tuple[slice, ...]
 """One slice of step 1 per dimension."""
 
 Box = tuple[Slices, Slices]
-"""What is read from a sender's local tensor, and where it goes in a receiver's."""
+"""Slices that are read from a sender's local tensor, and where they go in a receiver's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ class Plan:
 
         On "p2p" every sender sends each receiver what that one holds. On "broadcast" the sources send what
         they contribute to the root, the first of them, and everything goes from there from receiver to
-        receiver. What a rank has itself costs nothing.
+        receiver. A copy within a rank costs nothing.
 
         Raises:
             ValueError: there is no such route.

@@ -1,4 +1,4 @@
-"""What ranks agree on before a channel opens: each learns what every other holds, and all come to the same
+"""Agreement of all ranks before a channel opens: each learns what every other holds, and all come to the same
 plan or the same error.
 
 1.   Each rank describes its modules and options in bytes (`describe`).
@@ -62,7 +62,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreement:
-    """What all ranks know after opening.
+    """The knowledge that all ranks share after opening.
 
     Attributes:
         model: slots and flat spaces.

@@ -92,9 +92,8 @@ class Channel:
 
     def close(self, why: str = "it was closed") -> None:
         """Leave the channel on purpose; the other ranks open a new one when they sync next."""
-        if (
-            self.broken is None and os.getpid() == self._pid
-        ):  # a forked child has the connections, but they are its parent's
+        # A forked child has the connections, but they are its parent's.
+        if self.broken is None and os.getpid() == self._pid:
             self.watch.board.leave(self.rank)
             self.drop(why)
 
@@ -195,9 +194,8 @@ class Channel:
             with self.watch:
                 report = call()
         except AgreedError as agreed:
-            if isinstance(
-                agreed.error, PeerLost
-            ):  # of something else; but whoever gets one takes the channel for broken
+            # Of something else; but whoever gets one takes the channel for broken.
+            if isinstance(agreed.error, PeerLost):
                 raise self._break(agreed.error) from agreed.error
             self.in_step = True
             raise agreed.error from agreed.error.__cause__

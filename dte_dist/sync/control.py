@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ControlRow:
-    """What one rank says at the start of a sync; int64 each.
+    """The row of one rank at the start of a sync; int64 each.
 
     Attributes:
         failed: 1 if an error is waiting to be told.
@@ -94,7 +94,7 @@ class ControlRow:
 
 SYNC, VERIFY = range(2)
 CALLS: Final = ("a sync", "dte_dist.verify")
-"""What ranks may call on a channel."""
+"""Calls that ranks may make on a channel."""
 
 REASONS: Final = ("", "first sync", "mode", "anchor", "no version since a sync broke off")
 """Why a source prepares a full sync."""
@@ -124,7 +124,7 @@ def common_version(rows: Sequence[ControlRow]) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all ranks do in this sync.
+    """The course of this sync, the same on all ranks.
 
     Attributes:
         version: the version that it makes.

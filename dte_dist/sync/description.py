@@ -31,7 +31,7 @@ _SAME: Final = "run the same version of dte_dist on every rank"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """What one rank, and every rank that is placed like it, says of itself.
+    """The description of one rank, and of every rank that is placed like it.
 
     Attributes:
         options: those that all ranks must say alike, see `ChannelOptions.shared`.

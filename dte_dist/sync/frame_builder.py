@@ -69,7 +69,7 @@ class FrameBuilder(ABC):
 
 
 class Lanes(ABC):
-    """What a source sends on one route.
+    """The frames of a source on one route.
 
     Attributes:
         chunks: (lane, chunk) of every frame, in order.
@@ -268,9 +268,8 @@ class _Found:
     def sorted(self) -> tuple[Tensor, Tensor]:
         """Return all positions, ascending, and their values."""
         positions, values = torch.cat(self.positions), torch.cat(self.values)
-        if not bool(
-            (positions[1:] > positions[:-1]).all()
-        ):  # where a source holds parts of a slot out of order
+        # Where a source holds parts of a slot out of order.
+        if not bool((positions[1:] > positions[:-1]).all()):
             positions, order = positions.sort()
             values = values[order]
         return positions, values

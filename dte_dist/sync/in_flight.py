@@ -21,7 +21,7 @@ _LOOK: float = 0.5
 
 
 class Background(Protocol):
-    """What a sync in the background says of itself."""
+    """A sync in the background, as others see it."""
 
     def ended(self, timeout: float | None = None) -> bool:
         """Return whether it has ended, or never began, waiting at most so many seconds."""

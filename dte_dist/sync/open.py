@@ -56,7 +56,7 @@ from dte_dist.transport.p2p import PairwiseExchange
 __all__ = ["Model", "open_channel"]
 
 Model = torch.nn.Module | Layout
-"""What a channel belongs to."""
+"""A channel belongs to one of these."""
 
 _log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class _Opening:
     def _build(
         self, agreement: Agreement, mine: Described, module: Model, target: Model, groups: _Groups
     ) -> Channel:
-        """Make the states. What fails here is told to all ranks in the last row."""
+        """Make the states. A failure here is told to all ranks in the last row."""
         rank, root, model = self.membership.rank, agreement.root, agreement.model
         gather, lineage, pairs = groups
         totals = {

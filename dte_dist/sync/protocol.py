@@ -59,7 +59,7 @@ ROW_SIZES: Final = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChannelState:
-    """What a channel is made of on this rank.
+    """The parts of a channel on this rank.
 
     Attributes:
         agreement: what all ranks know.

@@ -38,7 +38,7 @@ __all__ = ["Receiver"]
 
 
 class Receiver:
-    """What one receiver holds between syncs.
+    """The state of one receiver between syncs.
 
     Args:
         layout: where the live tensors are.
@@ -198,7 +198,7 @@ class Receiver:
         written.
 
         Raises:
-            DeltaError: somebody did; names the first tensor. What the copy holds is not known then.
+            DeltaError: somebody did; names the first tensor. The content of the copy is not known then.
         """
         if self._local is None or self._begun is None:
             return

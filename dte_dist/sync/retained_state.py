@@ -1,4 +1,4 @@
-"""What outlasts a channel, so that receivers at the right version go on without a seed.
+"""The state that outlasts a channel, so that receivers at the right version go on without a seed.
 
 A source's chain and snapshot wait under its module for the next channel of the group, or of its survivors,
 once the channel broke. A receiver's chain says what the copy holds, which is a fact about its memory: all
@@ -39,7 +39,7 @@ Home = tuple[int, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Source:
-    """What a broken channel leaves behind on a source.
+    """The state that a broken channel leaves behind on a source.
 
     Attributes:
         chain, snapshot: of the source.

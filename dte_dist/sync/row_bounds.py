@@ -1,4 +1,4 @@
-"""What the columns of a control row can say.
+"""Bounds of the columns of a control row.
 
 A row that came as it was sent may still say what cannot be. All ranks see the same, and refuse alike, before
 anything is done with it.

@@ -33,7 +33,7 @@ __all__ = ["Source", "dense_frame_bytes", "max_frame_bytes"]
 
 
 class Source:
-    """What one source holds between syncs, and prepares for the next.
+    """The state of one source between syncs, and its part of the next.
 
     Args:
         layout: where the live tensors are.

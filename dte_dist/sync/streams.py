@@ -5,12 +5,12 @@ as the next training step; and on any other, memory that the call took on the ca
 out again while the sync still reads it. So the whole sync, its preparation in the caller's thread too, runs
 on a stream of its own, one for each device:
 
-1. `aside` returns the streams; they come after what the caller has queued so far.
-2. The sync is prepared on them (`on`), and all memory that it takes belongs to them.
-3. `hold_back` makes the caller's streams wait for the preparation: an optimizer step comes after the bits
+1. `fork_streams` returns the streams; they come after what the caller has queued so far.
+2. The sync is prepared on them (`use_streams`), and all memory that it takes belongs to them.
+3. `join_caller` makes the caller's streams wait for the preparation: an optimizer step comes after the bits
    have been read.
-4. The thread runs the rest `on` them, and `settle`s them before the sync counts as done: what it wrote can
-   then be used on any stream.
+4. The thread runs the rest with `use_streams`, and `synchronize`s them before the sync counts as done: what
+   it wrote can then be used on any stream.
 """
 
 from __future__ import annotations

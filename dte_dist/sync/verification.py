@@ -45,7 +45,7 @@ _MOVED: Final = 0
 
 
 class Verifier:
-    """What a channel needs to compare digests.
+    """Compares digests for a channel.
 
     Args:
         model: who holds what.

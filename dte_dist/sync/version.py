@@ -63,7 +63,7 @@ class VersionState:
         self.seed_reason = reason
 
     def roll_back(self, snapshot: Snapshot | None) -> None:
-        """Undo what a source's snapshot took over and did not settle; without a version if it cannot be what
+        """Undo what a source's snapshot took over and did not commit; without a version if it cannot be what
         it was.
         """
         if snapshot is None:
@@ -82,7 +82,7 @@ class VersionState:
 
 @dataclass(frozen=True, slots=True)
 class SyncStep:
-    """What all frames that make one version have in common.
+    """The fields that all frames of one version have in common.
 
     Attributes:
         schema: hash of the model map.

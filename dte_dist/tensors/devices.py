@@ -147,10 +147,11 @@ class StandIns:
                 numbers[key] = len(live)
                 live.append(tensor)
             places.append(numbers[key])
+        # A copy has a version counter, whatever the tensor has.
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-        ):  # a copy has a version counter, whatever the tensor has
+        ):
             copies = [_copied(tensor, home) for tensor in live]
         versions = np.array([copy._version for copy in copies], np.int64)
         return cls(live, copies, np.array(places), np.array(away), np.zeros(len(live), np.int64), versions)

@@ -1,7 +1,7 @@
 """Which element types can be sent, and what they are called between ranks.
 
 Bits are compared and moved as whole integers of 1, 2, 4 or 8 bytes, so every torch dtype of those widths
-works alike. complex128 has 16 bytes and is looked at as pairs of float64. What is left is refused by name:
+works alike. complex128 has 16 bytes and is looked at as pairs of float64. All others are refused by name:
 quantised tensors, whose scales live elsewhere, and types narrower than a byte.
 """
 

@@ -2,13 +2,14 @@
 
 A rank that raised at once would leave the others waiting for it until their timeout. So it stays, and:
 
-1.   What can fail on one rank alone is called by `error_of` or `or_error`, which keep the error. The rank
-     goes on with nothing to give.
+1.   A call that can fail on one rank alone is made by `capture_error` or `capture`, which keep the error. The
+     rank goes on with nothing to give.
 2. o The next row that the ranks exchange begins with whether this rank failed (`raise_if_any`). If none did,
      all go on.
 3. o If one did, all exchange the text of their errors, and raise that of the lowest rank (`raise_together`).
-4.   What every rank raises is marked: it comes as `AgreedError`. So is the error in what all ranks have seen
-     alike, and judge alike (`agreed`). The ranks are in step then, and may go on with the same groups.
+4.   An error that every rank raises is marked: it comes as `AgreedError`. So is the error in what all ranks
+     have seen alike, and judge alike (`agreed`). The ranks are in step then, and may go on with the same
+     groups.
 5.   After any other error they are not: a peer is lost, or this rank is about to be, because what it got is
      damaged (`DamagedRow`), say. It says so on the `Board` of the channel, unless another rank has, and drops
      its groups, which wakes the others. All raise what the first one said (`end_together`).

@@ -1,4 +1,4 @@
-"""What carries payloads from senders to their receivers: the interface, and the payload itself.
+"""Transports carry payloads from senders to their receivers: the interface, and the payload itself.
 
 A transport moves whole payloads and never looks into them. `engine.payload` says what the tensors of a
 payload mean.

@@ -42,15 +42,15 @@ _LARGEST: Final = 4 << 20
 """Bytes of the largest one."""
 
 _PIECE_SECONDS: Final = 4e-3
-"""What a piece may take on its way: each receiver of a chain is that much behind the one before, but each
-piece costs work as well.
+"""Seconds that a piece may take on its way: each receiver of a chain is that much behind the one before, but
+each piece costs work as well.
 """
 
 _CHAIN_FROM: Final = 1 << 20
 
 Take = Callable[[FrameSlot, Tensor], None]
-"""What a receiver does with one frame; the tensor is a view of the bucket, and stays as it is only if buckets
-are kept.
+"""The receiver's function for one frame; the tensor is a view of the bucket, and stays as it is only if
+buckets are kept.
 """
 
 _Bucket = tuple[Tensor, list[Pending]]

@@ -1,6 +1,6 @@
 """Frames on their way, the buffers they travel in, and a rank that has no memory for them.
 
-What a receiver stages are views of the frames of a delta, so these come in memory of their own. The frames of
+A receiver stages views of the frames of a delta, so these come in memory of their own. The frames of
 a seed are written into
 place as they come: two buffers serve for all of them, one of which fills or travels while the other is worked
     on.

@@ -187,9 +187,8 @@ class Communicator:
             self._patient.stop()
         if self.device.type == "cpu":
             for rank in self._others():
-                with suppress(
-                    RuntimeError
-                ):  # as it should: the first is too short, and closes those of all others
+                # As it should: the first is too short, and closes those of all others.
+                with suppress(RuntimeError):
                     self._probe(backend, rank).wait(_AT_ONCE)
         backend.abort()
 

@@ -39,14 +39,14 @@ Sized = tuple[int, Frame]
 """A frame and its bytes."""
 
 TakeFrom = Callable[[int, int, Tensor], None]
-"""What a receiver does with one frame: (source, chunk, frame); the tensor stays as it is only if frames are
+"""The receiver's function for one frame: (source, chunk, frame); the tensor stays as it is only if frames are
 kept.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What this rank does in one step.
+    """The part of this rank in one round.
 
     Attributes:
         to, frames: whom it sends to, and what.

@@ -294,9 +294,8 @@ class ProcessGroupTransport(Transport):
             dte_dist.errors.ChannelClosed: the transport is closed: it was closed. Hint: make a new transport
             on every rank of the group.
         """
-        if (
-            self._why is None and os.getpid() == self._pid
-        ):  # a forked child has the connections, but they are its parent's
+        # A forked child has the connections, but they are its parent's.
+        if self._why is None and os.getpid() == self._pid:
             if self._rank in self._roles.members:
                 self._watch.board.leave(self._rank)
             if self._met is not None:  # all members have connected

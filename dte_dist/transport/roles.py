@@ -19,8 +19,8 @@ from dte_dist.transport.packing import PIECE, piece_sizes
 __all__ = ["Move", "Roles", "Take", "mover"]
 
 Take = Callable[[int, int, Tensor], None]
-"""What is done with a frame: (sender, number, bytes); it must not raise, and the tensor does not outlive the
-call.
+"""The function that is called with each frame: (sender, number, bytes); it must not raise, and the tensor
+does not outlive the call.
 """
 
 Move = Callable[[Mapping[int, Sequence[int]], Sequence[tuple[int, Frame]], Take], None]

@@ -152,9 +152,8 @@ def _beside(model: Model, call: Call, *, what: str, seconds: float) -> None:
 
     with _thread(act) as raised:
         call()
-    if raised and not isinstance(
-        raised[0], DeltaError | ValueError
-    ):  # a source has no copy to invalidate, and is told so
+    # A source has no copy to invalidate, and is told so.
+    if raised and not isinstance(raised[0], DeltaError | ValueError):
         raise raised[0]
 
 

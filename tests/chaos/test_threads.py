@@ -31,9 +31,8 @@ def sweep(pool: Pool, name: str, short: int, one: Any) -> None:
     def run(world: World, choose: random.Random) -> None:
         how, special = one(choose)
         result = settle(world, how, str(choose.getrandbits(40)), special=special)
-        for number in range(
-            2
-        ):  # what another thread did during the first sync is noticed by this one, at the latest
+        # What another thread did during the first sync is noticed by this one, at the latest.
+        for number in range(2):
             after = settle(world, how, str(choose.getrandbits(40)))
             if number == 0:
                 check_bits(after, SOURCES)

@@ -334,9 +334,8 @@ def statistics(rank: int, world: int, how: str) -> Any:
     both, *alone = (
         DeviceMesh("cpu", members) for members in ([0, 1], [0], [1])
     )  # on all ranks: torch counts the groups
-    if (
-        "fsdp2" in how and rank < 2
-    ):  # stages have a mesh of their own each: nothing says that they train one module
+    # Stages have a mesh of their own each: nothing says that they train one module.
+    if "fsdp2" in how and rank < 2:
         fully_shard(module, mesh=alone[rank] if how == "stages of fsdp2" else both)
     src = None if how in ("fsdp2", "fsdp2, layout") else [0, 1]
     if how == "tensors":

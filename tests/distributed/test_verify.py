@@ -316,9 +316,8 @@ def flipped(rank: int, world: int, kind: str) -> Any:
             if number % 3 == 0 or number == len(victims) - 1
             else None
         )
-        if (
-            again is None and rank == who
-        ):  # flip it back, and let the rank be what it was: most of the time goes into seeds
+        # Flip it back, and let the rank be what it was: most of the time goes into seeds.
+        if again is None and rank == who:
             flip(
                 tensor, 7 * number, number % (1 if tensor.dtype == torch.bool else 8 * tensor.element_size())
             )

@@ -96,9 +96,8 @@ def test_advance(width: int, seed: int) -> None:
             count = cpu.advance(here, begin, end, expected[0][begin:end], *expected[1:])
             assert torch_ops.advance(there, begin, end, found[0][begin:end], *found[1:]) == count
             assert torch.equal(found[0].cpu(), expected[0])
-            for which in (
-                (1, 2, 3) if count < end - begin else (2, 3)
-            ):  # positions are undefined where everything differs
+            # Positions are undefined where everything differs.
+            for which in (1, 2, 3) if count < end - begin else (2, 3):
                 assert torch.equal(found[which][:count].cpu(), expected[which][:count])
             assert torch.equal(
                 expected[0], torch.cat([known[:begin], content(here.tensors, width)[begin:end], known[end:]])

@@ -356,9 +356,8 @@ def test_again_is_taken_only_where_it_is_smaller(
     sizes = again.size(len(positions), length), without[0].size(len(positions), length)
     assert not whole and value is without[1]
     most = 1 if codec == "again+planes" else 0.875
-    if (
-        len(previous) <= 2000 or not 0.9 * most < sizes[0] / sizes[1] < most
-    ):  # of many positions some are asked first
+    # Of many positions some are asked first.
+    if len(previous) <= 2000 or not 0.9 * most < sizes[0] / sizes[1] < most:
         assert index is (again if sizes[0] < most * sizes[1] else without[0])
     assert codec == "small" or without[0] is EF
 

@@ -271,9 +271,8 @@ def test_an_interrupted_receiver_never_has_a_version_with_other_bits(
     for where, pair in every_line(start):
         assert holds(pair, 1, OLD) and holds(pair, 2, pair.trained), where
         versions.add(pair.receiver.state.version)
-        if (
-            pair.receiver.state.version == 2 and len(versions) % 2
-        ):  # the source may have come to know of it, or not
+        # The source may have come to know of it, or not.
+        if pair.receiver.state.version == 2 and len(versions) % 2:
             pair.source.commit(2, STREAM, full=False)
         pair.follows()
         assert pair.is_right(), where
@@ -409,9 +408,8 @@ def test_an_interrupted_commit_of_a_tracker_is_made_good_whether_or_not_the_payl
         told.step()
         payload = told.tracker.diff(told.weights, 3)
         assert payload.full or payload.base_version == told.tracker.version, where
-        if not payload.full and payload.base_version != (
-            2 if arrived else 1
-        ):  # as a receiver notices: a gap, or another run
+        # As a receiver notices: a gap, or another run.
+        if not payload.full and payload.base_version != (2 if arrived else 1):
             assert payload.base_version == 2 or payload.lineage != second[0].lineage, where
             continue
         told.arrives(payload)
