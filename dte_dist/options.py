@@ -98,7 +98,7 @@ class CallOptions:
 
     @classmethod
     def of(cls, said: OptionKeywords) -> CallOptions:
-        """Pick what is wished for from the options of a call."""
+        """Pick these from the options of a call."""
         return cls(**{name: said[name] for name in cls.__slots__ if name in said})  # type: ignore[literal-required]
 
     def __post_init__(self) -> None:

@@ -98,7 +98,7 @@ class FrameWriter:
         head: what the frame says about itself.
         device: where the frame is made, and where positions and values come from.
         selector: of the codecs.
-        history: of the deltas of one source. If the chooser asks for it, positions that are added are noted
+        history: of the deltas of one source. If the selector asks for it, positions that are added are noted
             there.
 
     Attributes:
@@ -117,12 +117,12 @@ class FrameWriter:
 
     __slots__ = (
         "_before",
-        "_chooser",
         "_device",
         "_entries",
         "_head",
         "_history",
         "_places",
+        "_selector",
         "_streams",
         "codecs",
     )
@@ -138,7 +138,7 @@ class FrameWriter:
         self._before = self._history.before(head) if self._history is not None else None
         keep = self._history is not None
         self._head, self._places = head if head.keep == keep else replace(head, keep=keep), DeltaPositions()
-        self._chooser = selector
+        self._selector = selector
         self._device = torch.device(device)
         self._entries: list[tuple[int, ...]] = []
         self._streams: list[Tensor] = []
@@ -180,7 +180,7 @@ class FrameWriter:
             raise ValueError("a seed, and elements of 8 bytes, are not written as distances")
         of_changes = Values(values, relative, self._head.width)
         again = self._again(first, length, positions)
-        index, value, entire = self._chooser.select(
+        index, value, entire = self._selector.select(
             count, length, of_changes, whole=whole is not None, again=again
         )
         if index is DENSE and not value.relative and whole is not None:

@@ -88,7 +88,7 @@ class DeltaTracker:
         if not isinstance(header, bool):
             raise ValueError(f"header is True or False, not {header!r}")
         self._ratio, self._keep, self._header = sparse_bytes_ratio, keep, header
-        self._chain = VersionState(lineage=_draw())
+        self._state = VersionState(lineage=_draw())
         self._snapshot: Snapshot | None = None
         self._slots: Slots = {}
         self._spaces: dict[int, _Space] = {}
@@ -107,7 +107,7 @@ class DeltaTracker:
             >>> tracker.version
             5
         """
-        return self._chain.version
+        return self._state.version
 
     @property
     def deltas(self) -> int:
@@ -121,7 +121,7 @@ class DeltaTracker:
             >>> tracker.deltas
             2
         """
-        return self._chain.deltas
+        return self._state.deltas
 
     def diff(
         self,
@@ -159,8 +159,8 @@ class DeltaTracker:
         """
         self.rollback()
         check_version(version)
-        if version <= self._chain.newest:
-            newest = f"> {self._chain.newest}"
+        if version <= self._state.newest:
+            newest = f"> {self._state.newest}"
             raise VersionReplay(
                 "the version is not newer than the one pushed last",
                 expected=newest,
@@ -169,7 +169,7 @@ class DeltaTracker:
             )
         tensors = named(named_tensors)
         refuse_reserved(tensors)
-        full = full or self._chain.version == NONE or self._snapshot is None
+        full = full or self._state.version == NONE or self._snapshot is None
         device, tensors = brought_home(tensors)
         slots = {
             name: (shape, (wire or {}).get(name, dtype)) for name, (shape, dtype) in slots_of(tensors).items()
@@ -182,7 +182,7 @@ class DeltaTracker:
         return payload
 
     def _payload(self, version: int, changes: Sequence[Change], full: bool) -> Payload:
-        state = self._chain
+        state = self._state
         lineage = _draw() if state.aborted else state.lineage
         base, base_lineage = (NONE, 0) if full else (state.version, state.lineage)
         return write_payload(
@@ -205,11 +205,11 @@ class DeltaTracker:
         if self._pending is None:
             raise RuntimeError("there is nothing to commit: call diff first")
         pending, payload = self._pending, self._pending.payload
-        self._chain.version = NONE  # if the copy cannot be written, everything is sent next
+        self._state.version = NONE  # if the copy cannot be written, everything is sent next
         if self._keep:
             with torch.inference_mode(False), torch.no_grad():
                 self._write(pending)
-        self._chain.advance_to(payload.version, payload.lineage, full=payload.full)
+        self._state.advance_to(payload.version, payload.lineage, full=payload.full)
         self._pending = None  # last: until then an interrupt leaves it to `rollback`, which starts a new run
 
     def rollback(self) -> None:
@@ -228,9 +228,9 @@ class DeltaTracker:
             [3, 5]
         """
         if self._pending is not None:
-            self._chain.aborted = True  # first: an interrupt may come between the two
+            self._state.aborted = True  # first: an interrupt may come between the two
             self._pending = None
-        self._chain.roll_back(self._snapshot)
+        self._state.roll_back(self._snapshot)
 
     def _write(self, pending: _Pending) -> None:
         if pending.payload.full:

@@ -46,7 +46,7 @@ class BatchedIndexMap:
         sides = list(enumerate(source)), list(target)
         begin, self.starts = (starts_of([block.numel for _, block in blocks]) for blocks in sides)
         self._begin, self._total = torch.from_numpy(begin[:-1].copy()), int(begin[-1])
-        self._remaps = build_index_maps(*(_space(width, blocks) for blocks in sides))
+        self._index_maps = build_index_maps(*(_space(width, blocks) for blocks in sides))
 
     def translate(
         self, numbers: Sequence[int], positions: Sequence[Tensor], bits: Tensor
@@ -65,7 +65,7 @@ class BatchedIndexMap:
         translate = kernels.remaps_on(flat.device).translate
         for first, here in _windows(flat, self._total):
             relative = (flat[here] - first).to(torch.int32)
-            for index_map in self._remaps:
+            for index_map in self._index_maps:
                 if index_map.meets(first, min(first + _WINDOW, self._total)):
                     yield translate(index_map, first, relative, bits[here])
 

@@ -1,4 +1,6 @@
-"""Positions of a delta, translated from one block of a slot into another: the public form of `remap`."""
+"""Positions of a delta, translated from one block of a slot into another: the public form of
+`plan.index_map`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The flat spaces of a rank: its pieces of one element width, laid end to end in slot order.
 
 Positions on the wire are positions in the *sender's* flat space. A receiver knows that space, because it
-follows from the sender's manifest, and translates (see `remap`).
+follows from the sender's manifest, and translates (see `plan.index_map`).
 
 A model has thousands of pieces but few different blocks, and every rank knows the spaces of all ranks. So
 pieces are columns of numbers, and blocks are numbered.

@@ -142,14 +142,14 @@ class _DirectBuilder(FrameBuilder):
     ) -> None:
         super().__init__()
         self._source, self._chunks, self._step = source, chunks, step
-        self._known, self._chooser, self._history = known, selector, history
+        self._known, self._selector, self._history = known, selector, history
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
     def add(self, width: int, changed: Changed) -> None:
         self._reach(width, changed.first)
         known = self._known.bits[width]
-        relative = self._chooser.relative(width)
+        relative = self._selector.relative(width)
         values = (
             kernels.codecs_on(known.device).distances(changed.old, changed.new) if relative else changed.new
         )
@@ -174,7 +174,7 @@ class _DirectBuilder(FrameBuilder):
     def _next(self) -> FrameWriter:
         """Return a writer of the next frame."""
         head = self._step.frame_head(self._source, len(self._chunks), self._chunks[len(self._frames)])
-        return FrameWriter(head, self._known.device, self._chooser, self._history)
+        return FrameWriter(head, self._known.device, self._selector, self._history)
 
     def _finish(self) -> None:
         writer, self._writer = self._writer or self._next(), None
@@ -292,7 +292,7 @@ class _TranslatingBuilder(FrameBuilder):
         history: PreviousDelta | None,
     ) -> None:
         super().__init__()
-        self._source, self._lanes, self._step, self._known, self._chooser = (
+        self._source, self._lanes, self._step, self._known, self._selector = (
             source,
             lanes,
             step,
@@ -308,7 +308,7 @@ class _TranslatingBuilder(FrameBuilder):
         if not self._lanes:
             return
         positions, values = changed.listed(), changed.new
-        if self._chooser.relative(width):
+        if self._selector.relative(width):
             codecs = kernels.codecs_on(values.device)
             values = codecs.narrow(codecs.distances(changed.old, changed.new), values.dtype)
         translate = kernels.remaps_on(positions.device).translate
@@ -343,12 +343,12 @@ class _TranslatingBuilder(FrameBuilder):
             yield from (torch.empty(0, dtype=torch.uint8, device=device) for _ in chunks)
             return
         positions, values = found.sorted()
-        relative = self._chooser.relative(values.element_size())
+        relative = self._selector.relative(values.element_size())
         for chunk, cuts in zip(
             chunks, _cut([list(chunk.segments()) for chunk in chunks], positions, 0), strict=True
         ):
             writer = FrameWriter(
-                step.frame_head(self._source, len(lane.chunks), chunk), device, self._chooser, self._history
+                step.frame_head(self._source, len(lane.chunks), chunk), device, self._selector, self._history
             )
             for cut in cuts:
                 here, held = (positions[cut.here] - cut.first).to(torch.int32), values[cut.here]

@@ -220,7 +220,7 @@ class Receiver:
             raise DeltaError(what, tensor=name, got=f"{len(foreign)} such tensors", hint=hint)
 
     def commit(self, version: int, lineage: int, *, full: bool = False) -> None:
-        """Move to `version`. The chain moves last: an interrupt before that leaves a receiver without a
+        """Move to `version`. The version moves last: an interrupt before that leaves a receiver without a
         version.
 
         Raises:

@@ -68,7 +68,9 @@ def find_or_open(
         channel.refuse_forked()
         channel.abort()
         if channel.broken is not None or _is_gone(other):
-            if (source := channel.parts.source) is not None:  # a receiver's chain stays with its copy anyway
+            if (
+                source := channel.parts.source
+            ) is not None:  # a receiver's version state stays with its copy anyway
                 ranks = channel.watch.membership.global_ranks
                 kept.retain_source(module, ranks, source, channel.parts.agreement.model)
             mine.pop(other).close("its group is gone")

@@ -1,10 +1,10 @@
 """The state that outlasts a channel, so that receivers at the right version go on without a seed.
 
-A source's chain and snapshot wait under its module for the next channel of the group, or of its survivors,
-once the channel broke. A receiver's chain says what the copy holds, which is a fact about its memory: all
-channels that write to the same tensors of a module share it, open or broken. Channels that write to other
-tensors of the module (`select=`) have chains of their own. Where two of them have some tensors in common, a
-sync of one takes the version of the other. All of it goes when the module goes.
+A source's version state and snapshot wait under its module for the next channel of the group, or of its
+survivors, once the channel broke. A receiver's version state says what the copy holds, which is a fact about
+its memory: all channels that write to the same tensors of a module share it, open or broken. Channels that
+write to other tensors of the module (`select=`) have chains of their own. Where two of them have some tensors
+in common, a sync of one takes the version of the other. All of it goes when the module goes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Source:
     """The state that a broken channel leaves behind on a source.
 
     Attributes:
-        chain, snapshot: of the source.
+        state, snapshot: of the source.
         covers: digest of the pieces that the snapshot covers.
         names: of the tensors that they belong to.
         ranks: of the world that were in the group.
@@ -120,7 +120,7 @@ def discard_source(module: Any, ranks: Sequence[int] | None) -> None:
 def attach_copy(
     target: Any, state: Receiver, model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home]
 ) -> None:
-    """Let a new receiver share the chain of the tensors in `target` of which it holds `spaces`.
+    """Let a new receiver share the version state of the tensors in `target` of which it holds `spaces`.
 
     Args:
         target: module or layout that receives.

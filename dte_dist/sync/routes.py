@@ -239,10 +239,10 @@ class P2PRoute(Route):
             self.lanes = P2PLanes(
                 rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()}
             )
-        self.index_maps = self._remaps_of(model.receiver_spaces.get(rank, {}), pairs)
+        self.index_maps = self._index_maps_of(model.receiver_spaces.get(rank, {}), pairs)
         exchange.reserve(self.max_bytes, receiver=receiver is not None)
 
-    def _remaps_of(
+    def _index_maps_of(
         self, own: Mapping[int, FlatSpace], pairs: Mapping[int, Mapping[int, Mapping[int, FlatSpace]]]
     ) -> dict[int, dict[int, Sequence[IndexMap]]]:
         if self._rank not in self._lane:

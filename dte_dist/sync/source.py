@@ -70,7 +70,7 @@ class Source:
         self.error: Exception | None = None
         self.relay: Lanes = BroadcastLanes(rank, schedule.chunks(rank))
         self._lanes: Lanes = self.relay
-        self._outbox: FrameBuilder | None = None
+        self._builder: FrameBuilder | None = None
         self._frames: list[Tensor] = []
         self._history = PreviousDelta()
 
@@ -111,11 +111,11 @@ class Source:
             self._take_over(live, self.snapshot, phases)
         else:
             step = SyncStep(self._schema, self.state.lineage, self.state.version, version)
-            self._outbox = self._lanes.builder(step, self.snapshot, selector, self._history)
-            self._find(live, self.snapshot, self._outbox, phases, detector)
+            self._builder = self._lanes.builder(step, self.snapshot, selector, self._history)
+            self._find(live, self.snapshot, self._builder, phases, detector)
             with phases("encode"):
-                self._frames = self._outbox.collect()
-            self.codecs = self._outbox.codecs
+                self._frames = self._builder.collect()
+            self.codecs = self._builder.codecs
             self._layout.note_changes(self.changed)
 
     def _take_over(self, live: Mapping[int, LiveSpace], snapshot: Snapshot, phases: Phases) -> None:
@@ -215,7 +215,7 @@ class Source:
         The next delta counts on no history then: if that was what went wrong, trying again must not go wrong
             again.
         """
-        if self._outbox is not None:
+        if self._builder is not None:
             self._history.reset()
         try:
             self.state.roll_back(self.snapshot)
@@ -231,7 +231,7 @@ class Source:
         self._drop()
 
     def _drop(self) -> None:
-        self._outbox, self._frames = None, []
+        self._builder, self._frames = None, []
 
     def _known(self) -> Snapshot:
         if self.snapshot is None:

@@ -250,16 +250,16 @@ class Communicator:
         sizes = {rank: words + rooms[rank] // _WORD for rank in self.members}
         parts = {rank: torch.zeros(size, dtype=torch.int64, device="cpu") for rank, size in sizes.items()}
         rows = {rank: part[:words].numpy() for rank, part in parts.items()}
-        letters = {rank: part[words:].view(torch.uint8) for rank, part in parts.items()}
+        payloads = {rank: part[words:].view(torch.uint8) for rank, part in parts.items()}
         mine = rows[self.rank]
         mine[:-1] = row
         mine[-1] = guard_of(mine[:-1], self.rank, self._turn)
         if write is not None:
-            write(letters[self.rank])
+            write(payloads[self.rank])
         self.all_gather(parts)
         wrong = [rank for rank, each in rows.items() if guard_of(each[:-1], rank, self._turn) != each[-1]]
         refuse_damage("a row", self.rank, wrong, self._turn)
-        return np.stack([each[:-1] for each in rows.values()]), letters
+        return np.stack([each[:-1] for each in rows.values()]), payloads
 
     def all_gather(self, parts: Mapping[int, Tensor]) -> None:
         """Send this rank's part to all other members, and receive theirs; gloo only.

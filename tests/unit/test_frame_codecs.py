@@ -212,7 +212,7 @@ def frame_of_all() -> Tensor:
     writer = FrameWriter(head, "cpu")
     for pair in PAIRS:
         selector = chooser_of(pair)
-        writer._chooser = selector
+        writer._selector = selector
         known = random_bits(rng, 300, 2)
         write(
             writer,

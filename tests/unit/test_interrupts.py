@@ -347,7 +347,7 @@ class Told:
         """Whether the copy comes to what the weights are, and a step more by a payload more."""
         for _ in range(2):
             self.step()
-            self.arrives(self.tracker.diff(self.weights, max(self.tracker._chain.newest, 2) + 1))
+            self.arrives(self.tracker.diff(self.weights, max(self.tracker._state.newest, 2) + 1))
             self.tracker.commit()
             if not same_bits(self.weights, self.copy):
                 return False
