@@ -33,7 +33,7 @@ class DeltaError(RuntimeError):
 
     Args:
         what: what is wrong, in one sentence without a full stop.
-        slot: name of the tensor concerned, if there is one.
+        tensor: name of the tensor concerned, if there is one.
         ranks: ranks of the group concerned, if known.
         expected: what should have been there.
         got: what was there.
@@ -63,7 +63,7 @@ class DeltaError(RuntimeError):
         ]
         known = "; ".join(fact for fact in facts if fact)
         text = what + (f" [{known}]" if known else "") + (f". Hint: {hint}." if hint else "")
-        # half a inline payload, in a name of another rank say, could not be told to others
+        # half a character, in a name of another rank say, could not be told to others
         super().__init__(text.encode("utf-8", "backslashreplace").decode())
 
 

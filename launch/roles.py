@@ -81,7 +81,7 @@ class Rollout:
 
 
 def _tensor_parallel(settings: Settings, ranks: int) -> dict[str, ParallelStyle]:
-    """Which way each weight is cut: by its outputs on the way in, by its inputs on the hint; norms stay
+    """Which way each weight is cut: by its outputs on the way in, by its inputs on the way out; norms stay
     whole.
     """
     plan: dict[str, ParallelStyle] = {

@@ -230,7 +230,7 @@ class DeltaEngine:
             PeerLost: it did not come in time.
             VersionGap: it starts from a version that the targets do not hold: not yet, or not any more,
                 because somebody else wrote to them since the last pull, or replaced them. A full version of
-                every sender is the hint.
+                every sender is the way out.
             VersionReplay: the targets hold it already, or a newer one.
             VersionRestart: it does not continue the run that the targets follow.
             FrameError, LayoutMismatch: it is damaged or does not fit the targets, which are as they were;

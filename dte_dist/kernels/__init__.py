@@ -26,10 +26,10 @@ or `kernels.torch_remap`:
 
 | function | does |
 |---|---|
-| `translate(index map, first, positions, bits) -> (positions, bits)` | positions `first + p` of a source's flat space into a receiver's, dropping what it does not hold |
-| `place(index map, first, bits, flat)` | copy dense bits of a source's positions from `first` on to where `flat`, a receiver's space, holds them |
-| `fetch(index map, first, bits, array)` | the reverse: fill `bits` from a receiver's space that is one contiguous array |
-| `digest(index map, first, bits, starts, sums)` | add hashes of dense bits, mixed with their places in a receiver's pieces, to the sums of these pieces |
+| `translate(index_map, first, positions, bits) -> (positions, bits)` | positions `first + p` of a source's flat space into a receiver's, dropping what it does not hold |
+| `place(index_map, first, bits, flat)` | copy dense bits of a source's positions from `first` on to where `flat`, a receiver's space, holds them |
+| `fetch(index_map, first, bits, array)` | the reverse: fill `bits` from a receiver's space that is one contiguous array |
+| `digest(index_map, first, bits, starts, sums)` | add hashes of dense bits, mixed with their places in a receiver's pieces, to the sums of these pieces |
 
 `codecs_on(device)` returns those of the codecs, from `kernels.cpu_codecs` or `kernels.torch_codecs`;
 docs/protocol.md says what the streams are, `kernels.planes` how large they are. Distances are those of bit
@@ -48,9 +48,9 @@ patterns in their order, modulo the range of their dtype:
 | `narrow(distances, dtype)`, `widen(distances)` | int32 distances, which encoders take, to the dtype of bits, and back |
 | `count_ulp8(distances)`, `encode_ulp8(distances, width, others)`, `decode_ulp8(stream, count, dtype, escapes)` | distances as a byte each |
 | `scatter_add(flat, positions, distances)` | the same in a flat space; int64 positions in any order, each at most once |
-| `patch(index map, first, positions, values, flat, relative, length)` | `translate`, then `scatter` or `scatter_add`; positions may be as `encode_u16` wrote them |
+| `patch(index_map, first, positions, values, flat, relative, length)` | `translate`, then `scatter` or `scatter_add`; positions may be as `encode_u16` wrote them |
 | `moved(flat, positions, distances) -> bits` | what `scatter_add` would write |
-| `collect(index map, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
+| `collect(index_map, first, bits, flat)` | the reverse of `place`: copy to `bits` what `flat` holds of a source's positions from `first` on |
 | `add(bits, distances)`, `subtract(bits, known)` | element by element |
 
 `flat` is a `FlatTensors` (tensors/flat.py): many tensors seen as one array of elements of one width;

@@ -109,7 +109,7 @@ def patch(
     over.
 
     Args:
-        index map: tables from the space that the positions count in.
+        index_map: tables from the space that the positions count in.
         first: position that they count from.
         positions: int32, ascending; or, with `length`, uint8 that `check_u16` accepts.
         values: one for each: bits of the width of `flat`; distances to move what is there by if `relative`.

@@ -24,7 +24,7 @@ def translate(index_map: Tables, first: int, positions: Tensor, bits: Tensor) ->
     """Translate positions of a source's flat space into a receiver's, dropping those it does not hold.
 
     Args:
-        index map: the tables.
+        index_map: the tables.
         first: position that the given positions count from.
         positions: int32, ascending.
         bits: one bit pattern per position.
@@ -88,7 +88,7 @@ def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums
     pieces.
 
     Args:
-        index map: the tables; positions that they drop are left out.
+        index_map: the tables; positions that they drop are left out.
         first: position of the first.
         bits: one bit pattern for each.
         starts: int64[pieces + 1], ascending: where the receiver's pieces begin.

@@ -176,7 +176,7 @@ def _check_order(entries: Entries) -> None:
 def _check_strings(items: list[Any]) -> None:
     if set(map(type, items)) - {str}:
         raise ValueError("a name is no string")
-    "".join(items).encode()  # raises at half a inline payload, which JSON can spell
+    "".join(items).encode()  # raises at half a character, which JSON can spell
 
 
 def _list(item: Any, length: int | None = None) -> list[Any]:

@@ -50,7 +50,7 @@ def disjoint(blocks: Sequence[Block]) -> bool:
         False
     """
     # Where a mesh cut the slot, the blocks are a grid: along some dimension their runs are equal or apart,
-    # and each group of equal ones is a smaller grid. Comparing all pairs is the hint for blocks of other
+    # and each group of equal ones is a smaller grid. Comparing all pairs is the way out for blocks of other
     # making.
     if len(blocks) < 2:
         return True

@@ -1,8 +1,8 @@
 """Descriptions taken apart again: what another rank said of itself, checked before anything of it is used.
 
 A description is three int64 lengths and three parts: JSON, the manifest of the module, and the manifest of
-`into` or nothing. All ranks read the same bytes (`Communicator.share` guards them), so what is wrong with
-them is the same error on every rank.
+`into` or nothing. All ranks read the same bytes (`Communicator.broadcast_bytes` guards them), so what is
+wrong with them is the same error on every rank.
 """
 
 from __future__ import annotations

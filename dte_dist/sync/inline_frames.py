@@ -61,5 +61,5 @@ class InlineFrames:
 
     @staticmethod
     def read(payload: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the frames in a inline payload."""
+        """Return the frames in an inline payload."""
         return list(payload[: sum(sizes)].split(list(sizes)))

@@ -66,7 +66,7 @@ class ChannelState:
         control: the channel's own group for rows.
         routes: by name, the ways that frames can take.
         source, receiver: what this rank is; may be both.
-        inline frames: the room for small deltas in control rows.
+        inline: the room for small deltas in control rows.
         speed: of the links.
         verifier: compares digests.
         verify_interval: after so many versions; None for never.

@@ -46,7 +46,7 @@ class Receiver:
 
     Attributes:
         error: the first error of this sync, or None.
-        index maps: tables from the sources' own spaces.
+        index_maps: tables from the sources' own spaces.
         state: version and lineage; version NONE means never seeded, being seeded, or dirty.
     """
 
@@ -77,7 +77,7 @@ class Receiver:
         """Find the live tensors, as they are at this moment; nothing is staged yet.
 
         Args:
-            index maps: by width and source, tables from the space that frames count in; None for the sources'
+            index_maps: by width and source, tables from the space that frames count in; None for the sources'
                 own spaces.
         """
         self._staged.clear()

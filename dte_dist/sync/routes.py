@@ -81,7 +81,7 @@ class Route(ABC):
         name: as a caller says it.
         chunks: by source, (lane, chunk) of every frame in order; the same on all ranks.
         lanes: on a source, what it sends.
-        index maps: on a receiver, by width and source, tables from the space of the frames to its own.
+        index_maps: on a receiver, by width and source, tables from the space of the frames to its own.
     """
 
     name: RouteName

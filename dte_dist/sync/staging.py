@@ -36,7 +36,7 @@ class Target:
 
     Attributes:
         flat: its local tensors.
-        index maps: by source, the tables from that source's space to this one.
+        index_maps: by source, the tables from that source's space to this one.
     """
 
     flat: FlatTensors

@@ -14,8 +14,8 @@ carries a guard (`transport.guard`): a `DamagedRow` is not agreed, since only th
 All waits are watched (`liveness.watch`): they end early where it is known that nobody will come.
 
 NCCL runs what was started on it one after the other, so a send and a receive between the same two ranks would
-wait for each other for ever unless they are started as one (`Communicator.swap`). It connects at the first
-operation, and then all members have to be there: so a wire does one as soon as it is made.
+wait for each other for ever unless they are started as one (`Communicator.send_recv`). It connects at the
+first operation, and then all members have to be there: so a wire does one as soon as it is made.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class Communicator:
     def all_gather_rows_inline(
         self, row: np.ndarray, rooms: Mapping[int, int], write: Callable[[Tensor], object] | None = None
     ) -> tuple[np.ndarray, dict[int, Tensor]]:
-        """Gather a row as `rows` does, and with it from every member a inline payload, which has its own
-        checksums.
+        """Gather a row as `all_gather_rows` does, and with it from every member an inline payload, which has
+        its own checksums.
 
         Args:
             row: int64, of the same length on all ranks.

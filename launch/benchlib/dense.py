@@ -103,7 +103,7 @@ class DenseBroadcast(Method):
 
 
 class _Pair:
-    """The broadcasts on their hint of, or into, the two buffers."""
+    """The broadcasts on their way out of, or into, the two buffers."""
 
     def __init__(self) -> None:
         self._works: list[Any] = [None, None]

@@ -1063,7 +1063,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "select nothing": {"select": ["lyers.*"]},
     "select none": {"select": lambda name: False},
     "rename text": {"rename": "w"},
-    "half a inline payload": {"rename": "{}\udcff".format},
+    "half a character": {"rename": "{}\udcff".format},
     "into text": {"into": "copy"},
     "into number": {"into": 3},
     "no name": {"name": ""},
@@ -1072,7 +1072,7 @@ WRONG: dict[str, dict[str, Any]] = {
 TEXTS = {
     "select nothing": "'lyers.*', and the names are 'steps', '0.weight', '0.bias', '1.weight' and 2 more",
     "select none": "it is a function, and",
-    "half a inline payload": r"'steps\udcff' for 'steps': it has a lone surrogate",
+    "half a character": r"'steps\udcff' for 'steps': it has a lone surrogate",
 }
 """What errors must say where a channel opens."""
 NO_MODULE: dict[str, dict[str, Any]] = {

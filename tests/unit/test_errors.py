@@ -58,7 +58,7 @@ def test_a_subclass_travels_as_the_class_of_the_family_that_it_is_one_of() -> No
 
 
 def test_every_text_can_be_told() -> None:
-    """Half of a inline payload, which JSON can spell and so a name of another rank may have, cannot be
+    """Half of a character, which JSON can spell and so a name of another rank may have, cannot be
     encoded.
     """
     error = LayoutMismatch("shapes differ", tensor="w\ud800é", got="\udfff")

@@ -177,7 +177,7 @@ FORGERIES = {
     "none of them, by way of too many": put("geometries", 0, 0, [0, 1 << 40, 1 << 40]),
     "more bytes than can be counted": put("geometries", 0, 0, [1 << 31, 1 << 31]),
     "tensors that are too large together": put("geometries", 0, 0, [1 << 30, 1 << 30]),
-    "half a inline payload as a name": put("names", 4, "norm\ud800"),
+    "half a character as a name": put("names", 4, "norm\ud800"),
     "a mesh that is not there": put("geometries", 0, 2, 2),
     "cuts without a mesh": put("geometries", 0, 2, None),
     "a cut of a dimension that is not there": put("geometries", 0, 3, 0, 0, 2),
