@@ -1,6 +1,6 @@
 """Mutational fuzzing: valid inputs are damaged at random, and a reader must return the right thing or refuse.
 
-    DTE_FUZZ_SEED=7 DTE_FUZZ_INPUTS=5000 python -m pytest tests/unit/test_fuzz_readers.py
+    DTE_FUZZ_SEED=7 DTE_FUZZ_INPUTS=5000 python -m pytest tests/unit/codec/test_frame_fuzz.py
 
 The seed of a run is printed with what it found; without one in the environment it is another one each time.
 Input number n of a reader depends on the seed, on the name of the reader and on n alone.

@@ -1,0 +1,170 @@
+"""Index and value codecs: exact sizes, everything comes back, nothing unsound is accepted. Their bytes:
+kernels/test_cpu_codecs.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dte_dist.codec.index_codecs import AGAIN, DENSE, EF, INDEX_CODECS
+from dte_dist.codec.value_codecs import PLANES, RAW, ULP, VALUE_CODECS, BitPlaneParams, Values
+from dte_dist.errors import FrameError
+from dte_dist.tensors.flat import BITS
+from tests.unit.kernels.test_cpu_codecs import as_bits, segments, some_distances, wide
+
+SPARSE = [
+    codec for codec in INDEX_CODECS.values() if codec not in {DENSE, AGAIN}
+]  # for `again` see test_index_codecs_again.py
+RELATIVE = [codec for codec in VALUE_CODECS.values() if codec.relative]
+sparse = pytest.mark.parametrize("codec", SPARSE, ids=lambda codec: codec.name)
+relative = pytest.mark.parametrize("codec", RELATIVE, ids=lambda codec: codec.name)
+
+
+def test_numbers_are_those_of_the_tables() -> None:
+    names = {0: "dense", 1: "i32", 2: "u16", 3: "ef", 4: "bitmap", 5: "again"}
+    assert {number: codec.name for number, codec in INDEX_CODECS.items()} == names
+    assert {number: codec.name for number, codec in VALUE_CODECS.items()} == {
+        0: "raw",
+        1: "ulp",
+        2: "ulp8",
+        3: "planes",
+    }
+
+
+@sparse
+@settings(max_examples=40, deadline=None)
+@given(segments())
+def test_positions_come_back(codec, segment) -> None:
+    positions, length = segment
+    lineage, low = codec.encode(torch.from_numpy(positions), length)
+    assert lineage.dtype == torch.uint8
+    assert len(lineage) == codec.size(len(positions), length)
+    decoded, sound = codec.decode(lineage, len(positions), length, low)
+    assert sound
+    assert np.array_equal(decoded.numpy(), positions)
+
+
+@sparse
+def test_encoding_copies(codec) -> None:
+    positions = torch.tensor([1, 2], dtype=torch.int32)
+    lineage, low = codec.encode(positions, 9)
+    positions.zero_()
+    assert codec.decode(lineage, 2, 9, low)[0].tolist() == [1, 2]
+
+
+@sparse
+@settings(max_examples=40, deadline=None)
+@given(segments(), st.data())
+def test_unsound_positions_are_refused(codec, segment, data: st.DataObject) -> None:
+    """Encode positions that break the rules in one place: the encoder or the decoder says so."""
+    positions, length = segment
+    if len(positions) < 2:
+        return
+    place = data.draw(st.integers(1, len(positions) - 1))
+    broken = positions.copy()
+    values = (positions[place - 1], -1, -(2**31), length) if codec.name == "i32" else (positions[place - 1],)
+    for broken[place] in values:
+        try:
+            lineage, low = codec.encode(torch.from_numpy(broken), length)
+        except ValueError:
+            continue
+        assert not codec.decode(lineage, len(broken), length, low)[1]
+
+
+@sparse
+def test_wrong_sizes_are_refused(codec) -> None:
+    lineage, low = codec.encode(torch.tensor([1, 2], dtype=torch.int32), 9)
+    for wrong in (lineage[:-4], lineage[:0], torch.cat([lineage, lineage])):
+        with pytest.raises(FrameError, match="wrong size"):
+            codec.decode(wrong, 2, 9, low)
+    with pytest.raises(FrameError, match="low bits"):
+        codec.decode(lineage, 2, 9, 25)
+
+
+def test_dense() -> None:
+    empty = torch.empty(0, dtype=torch.uint8)
+    assert DENSE.size(5, 5) == len(DENSE.encode(torch.arange(5, dtype=torch.int32), 5)[0]) == 0
+    assert DENSE.decode(empty, 5, 5, 0) == (None, True)
+    assert DENSE.decode(empty, 4, 5, 0) == (None, False)
+    for lineage, low in ((torch.zeros(1, dtype=torch.uint8), 0), (empty, 1)):
+        with pytest.raises(FrameError):
+            DENSE.decode(lineage, 5, 5, low)
+
+
+def test_elias_fano_needs_half_a_bit_more_than_the_entropy() -> None:
+    """2 + log2(1 / density) bits each, against 1.44 + log2(1 / density); and whole words for every plane."""
+    for density in (0.0005, 0.004, 0.011, 0.06, 0.2):
+        count, length = int(density * (1 << 20)), 1 << 20
+        entropy = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) / density
+        assert 8 * (EF.size(count, length) - 80) / count < entropy + 0.75
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_raw(width: int) -> None:
+    """Every bit pattern comes back, NaNs of all kinds among them."""
+    data = np.random.default_rng(0).integers(0, 256, 512 * width, np.uint8)
+    data[: 2 * width] = 0xFF
+    bits = torch.from_numpy(data).view(BITS[width])
+    lineage, terms = RAW.encode(Values(bits, False, width))
+    assert len(lineage) == RAW.size(Values(bits, False, width)) == 512 * width and terms == BitPlaneParams()
+    decoded, sound = RAW.decode(lineage, 512, BITS[width], terms)
+    assert sound
+    assert torch.equal(decoded, bits)
+    with pytest.raises(FrameError):
+        RAW.decode(lineage, 511, BITS[width], terms)
+
+
+@relative
+@pytest.mark.parametrize("width", [1, 2, 4])
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_distances_come_back(codec, width: int, data: st.DataObject) -> None:
+    distances = data.draw(some_distances(width))
+    size = codec.size(Values(wide(distances), True, width))
+    lineage, terms = codec.encode(Values(wide(distances), True, width))
+    assert codec.least(len(distances), width) <= len(lineage) == size
+    decoded, sound = codec.decode(lineage, len(distances), BITS[width], terms)
+    assert sound and torch.equal(decoded, as_bits(distances, width))
+    zeros = data.draw(st.sampled_from([1, 7, 100]))
+    more = np.concatenate([distances, np.zeros(zeros, np.int64)])
+    assert codec.size(Values(wide(distances), True, width), zeros) == codec.size(
+        Values(wide(more), True, width)
+    )
+
+
+@relative
+def test_streams_of_distances_that_contradict_the_table(codec) -> None:
+    distances = torch.tensor([1, -1, 2, 3, 400, -20_000, 0, 5], dtype=torch.int32)
+    lineage, terms = codec.encode(Values(distances.clone(), True, 2))
+    wrong = [
+        (lineage[:-1], terms),
+        (lineage[:8], terms),
+        (torch.cat([lineage, lineage]), terms),
+        (lineage[:0], terms),
+    ]
+    for shift, spread, far, unary in (
+        (16, 0, 0, 0),
+        (0, 26, 3, 3),
+        (0, 1, 9, 9),
+        (0, 1, 4, 3),
+        (0, 1, 4, 65),
+        (0, 0, 2**32 - 1, 2),
+        (255, 0, 0, 0),
+        (15, 0, 4, 5),
+    ):
+        wrong.append((lineage, BitPlaneParams(shift, spread, far, unary)))
+    for stream_, terms_ in wrong:
+        try:
+            assert not codec.decode(stream_, len(distances), torch.int16, terms_)[1]
+        except FrameError as error:
+            assert "wrong size" in str(error) or "these terms" in str(error)
+
+
+def test_distances_as_they_are() -> None:
+    """`ulp` has any distance, in as many bytes as the bits themselves."""
+    distances = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    assert ULP.size(Values(distances, True, 2)) == 2**17 < PLANES.size(Values(distances, True, 2))

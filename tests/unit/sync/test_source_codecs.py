@@ -1,0 +1,370 @@
+"""Unit tier, no ranks: version chains and patches over every pair of codecs, distances above all; over both
+kinds of lanes.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from dte_dist import kernels
+from dte_dist.codec import CodecSelector, Segment, read_frame
+from dte_dist.codec.index_codecs import INDEX_CODECS
+from dte_dist.codec.value_codecs import VALUE_CODECS
+from dte_dist.kernels import cpu_codecs, torch_codecs
+from dte_dist.layout import Block
+from dte_dist.plan.chunks import ChunkPlan
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
+from dte_dist.plan.index_map import build_index_maps
+from dte_dist.plan.intersections import pair_spaces
+from dte_dist.report import Phases
+from dte_dist.sync.frame_builder import Lane, P2PLanes, lane_step
+from dte_dist.sync.staging import StagedPatch, Target
+from dte_dist.sync.version import NONE, SyncStep
+from dte_dist.tensors.flat import BITS, FlatTensors
+from tests.unit.sync.test_source import SCHEMA, Pair, same_bits
+
+PAIRS = [
+    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
+]
+CHOICES = [*PAIRS, "fast", "small", "auto"]
+every_codec = pytest.mark.parametrize("codec", CHOICES)
+both = pytest.mark.parametrize("codecs", [cpu_codecs, torch_codecs], ids=["cpu", "torch"])
+DTYPES = (
+    torch.bfloat16,
+    torch.float32,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+
+
+@pytest.fixture(params=["at once", "in many waves"])
+def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many
+    frames in a wave.
+    """
+    if request.param == "in many waves":
+        monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
+        monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 150)
+        monkeypatch.setattr("dte_dist.plan.chunks.SEGMENT", 64)
+        monkeypatch.setattr("dte_dist.sync.source.SEGMENT", 64)
+
+
+def chooser_of(codec: str) -> CodecSelector:
+    return CodecSelector(codec, bytes_per_second=1e7 if codec == "auto" else None)
+
+
+class Coded(Pair):
+    """A pair whose source chooses its codecs."""
+
+    def __init__(self, codec: str, *args, **options) -> None:
+        self.selector = chooser_of(codec)
+        super().__init__(*args, **options)
+
+    def prepare(self) -> list[Tensor]:
+        self.source.prepare(
+            self.source.state.version + 1, False, Phases(), self.detector, selector=self.selector
+        )
+        return self.source.frames()
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
+    """Any bits, NaNs and all; of 0 and 1 for bool."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=rng).to(torch.bool)
+    return (
+        torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng, dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
+
+
+def weights(rng: torch.Generator) -> dict[str, Tensor]:
+    """Tensors of many dtypes, of no dimension, of one element, with a border in the middle of nowhere."""
+    shapes = [(20, 30), (), (1,), (900,), (5, 4, 6)]
+    return {
+        f"{i}.{str(dtype)[6:]}": random(shape, dtype, rng)
+        for i, (shape, dtype) in enumerate(product(shapes, DTYPES))
+    }
+
+
+def strided(tensor: Tensor, kind: int) -> Tensor:
+    """Return a zero tensor of the same shape that is transposed, a part of a larger one, or contiguous."""
+    if kind == 0 or tensor.dim() == 0:
+        return torch.zeros_like(tensor)
+    if kind == 1:
+        return torch.zeros(tuple(reversed(tensor.shape)), dtype=tensor.dtype).permute(
+            *reversed(range(tensor.dim()))
+        )
+    return torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 3), dtype=tensor.dtype)[..., 2:-1]
+
+
+def step(trained: dict[str, Tensor], rng: torch.Generator, density: float, near: bool) -> None:
+    """Change bits: by a step of the last bits, or to any others."""
+    for tensor in trained.values():
+        other = (
+            tensor.view(BITS[tensor.element_size()]) ^ 1
+            if near
+            else random(tuple(tensor.shape), tensor.dtype, rng)
+        )
+        where = torch.rand(tensor.shape, generator=rng) < density
+        tensor.copy_(torch.where(where, other.view(tensor.dtype), tensor).view(tensor.dtype))
+
+
+@every_codec
+def test_chains_of_deltas_are_bit_exact(codec: str, waves: None) -> None:
+    """Into contiguous, transposed and sliced copies; densities alternate, and the last bits move or all of
+    them.
+    """
+    rng = torch.Generator().manual_seed(3)
+    trained = weights(rng)
+    copy = {name: strided(tensor, i % 3) for i, (name, tensor) in enumerate(trained.items())}
+    pair = Coded(codec, trained, copy, bucket_bytes=1 << 12)
+    for density, near in (
+        (0.02, True),
+        (1.0, False),
+        (0.3, True),
+        (0.0, True),
+        (0.9, True),
+        (0.02, False),
+        (1.0, True),
+    ):
+        before = {name: (tensor._version, bits_of(tensor).clone()) for name, tensor in copy.items()}
+        step(trained, rng, density, near)
+        frames = pair.prepare()
+        kept = [frame.clone() for frame in frames]
+        assert pair.deliver(frames) is None
+        assert all(
+            torch.equal(bits_of(tensor), before[name][1]) for name, tensor in copy.items()
+        )  # nothing live before the vote
+        pair.commit()
+        assert all(torch.equal(bits_of(copy[name]), bits_of(tensor)) for name, tensor in trained.items())
+        assert all(torch.equal(*two) for two in zip(frames, kept, strict=True))
+        whole = any(used.startswith("dense") for used in pair.source.codecs)
+        for name, tensor in copy.items():
+            assert whole or (tensor._version > before[name][0]) != torch.equal(
+                bits_of(tensor), before[name][1]
+            )
+        for width, known in pair.source.snapshot.bits.items():
+            live = [
+                bits_of(tensor) for _, tensor in sorted(trained.items()) if tensor.element_size() == width
+            ]
+            assert torch.equal(torch.cat(live), known)
+        assert pair.sync() == 0
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
+
+
+@pytest.mark.parametrize("codec", ["small", "ef+planes", "dense+planes", "u16+ulp"])
+def test_a_delta_that_is_rolled_back_is_a_superset_the_next_time(codec: str, waves: None) -> None:
+    rng = torch.Generator().manual_seed(4)
+    pair = Coded(codec, weights(rng), bucket_bytes=1 << 12)
+    for density in (0.1, 0.2):
+        step(pair.trained, rng, density, True)
+        assert pair.deliver(pair.prepare()) is None
+        pair.rollback()
+    step(pair.trained, rng, 0.05, False)
+    pair.sync()
+    assert same_bits(pair.trained, pair.copy)
+
+
+@pytest.mark.parametrize("codec", ["small", "ef+planes", "dense+ulp8"])
+def test_a_receiver_that_breaks_off_while_it_writes_is_seeded(codec: str) -> None:
+    """Distances that are half added must not be added again: there is no version to start from."""
+    rng = torch.Generator().manual_seed(5)
+    pair = Coded(codec, weights(rng), bucket_bytes=1 << 12)
+    step(pair.trained, rng, 0.5, True)
+    assert pair.deliver(pair.prepare()) is None
+    staged, parts = (
+        pair.receiver._staged,
+        len(pair.receiver._staged.sparse) + len(pair.receiver._staged.dense),
+    )
+    assert parts > 3
+    (staged.sparse or staged.dense).append(None)  # type: ignore[arg-type]
+    with pytest.raises((AttributeError, TypeError)):
+        pair.receiver.apply()
+    assert pair.receiver.state.version == NONE
+    pair.rollback()
+    pair.seed(5)
+    assert same_bits(pair.trained, pair.copy)
+    step(pair.trained, rng, 0.5, True)
+    pair.sync()
+    assert same_bits(pair.trained, pair.copy)
+
+
+@pytest.mark.parametrize("codec", ["small", "ef+raw"])
+def test_a_detector_may_name_elements_that_did_not_change(codec: str, waves: None) -> None:
+    rng = torch.Generator().manual_seed(6)
+    pair = Coded(codec, weights(rng), detector=lambda live, known: torch.arange(0, len(live), 1))
+    step(pair.trained, rng, 0.05, True)
+    pair.sync()
+    assert same_bits(pair.trained, pair.copy)
+
+
+def test_inference_tensors_take_distances() -> None:
+    with torch.inference_mode():
+        trained, copy = {"w": torch.ones(100)}, {"w": torch.zeros(100)}
+    pair = Coded("ef+planes", trained, copy)
+    with torch.inference_mode():
+        trained["w"][::7] += 1e-6
+    pair.sync()
+    assert same_bits(trained, copy)
+
+
+def test_the_small_codecs_are_small() -> None:
+    """One step in the last bit of every hundredth element: position 8.6 bits, value 2 and a little."""
+    rng = torch.Generator().manual_seed(7)
+    pair = Coded("small", {"w": torch.randn(1 << 20, generator=rng).bfloat16()})
+    pair.trained["w"][torch.randperm(1 << 20, generator=rng)[: 1 << 13]] *= 1.008
+    frames = pair.prepare()
+    assert pair.source.codecs == {"ef+planes": 2}
+    assert sum(map(len, frames)) < 1.5 * (1 << 13)
+    pair.deliver(frames)
+    pair.commit()
+    assert same_bits(pair.trained, pair.copy)
+
+
+# The lanes of the p2p route
+# --------------------------------------------------------------------------------------------------
+
+
+@every_codec
+@pytest.mark.parametrize("part", [slice(3, 17), slice(0, 1), slice(0, 40)], ids=["rows", "one row", "whole"])
+def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
+    """A source cuts columns, the receiver rows: positions are translated twice, and every bit arrives."""
+    rng = torch.Generator().manual_seed(8)
+    full = random((40, 60), torch.bfloat16, rng)
+    columns, rows = (
+        Block(((((0, 40)),), ((20, 30),))),
+        Block((((part.start, part.stop - part.start),), ((0, 60),))),
+    )
+    own, theirs = ({2: FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))} for block in (columns, rows))
+    pair = pair_spaces(own, theirs)
+    schedule = ChunkPlan({0: {2: pair[2].numel}}, 600)
+    lane = Lane(
+        schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
+    )
+    trained, copy = full[:, 20:50].contiguous(), full[part].clone()
+    source = Coded(codec, {"w": trained}).source
+    target = Target(FlatTensors([copy], 2), {0: build_index_maps(pair[2], theirs[2])})
+    lanes = P2PLanes(0, {1: lane})
+    for density, near in ((0.1, True), (1.0, True), (0.6, False), (0.02, True)):
+        step({"w": trained}, rng, density, near)
+        source.prepare(source.state.version + 1, False, Phases(), lanes=lanes, selector=chooser_of(codec))
+        made = lane_step(
+            SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 1
+        )
+        staged = StagedPatch()
+        for chunk, frame in zip(lane.chunks, source.frames(), strict=True):
+            for segment in (
+                read_frame(frame, made.frame_head(0, len(lane.chunks), chunk)) if len(frame) else ()
+            ):
+                staged.add(target, 0, segment)
+        staged.apply({2: target})
+        source.commit(source.state.version + 1, source.state.lineage, full=False)
+        full[:, 20:50] = trained
+        assert torch.equal(bits_of(copy[:, 20:50]), bits_of(full[part, 20:50]))
+        assert torch.equal(source.snapshot.bits[2], bits_of(trained))
+    assert torch.equal(bits_of(copy[:, :20]), bits_of(full[part, :20]))
+
+
+# Patches ----------------------------------------------------------------------------------------------------
+# -----------------
+
+
+@both
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("homes", ["apart", "one memory", "one memory, transposed"])
+def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied tensor may lie in a receiver twice, or under two names in one place, where nothing may be added
+    twice.
+    """
+    monkeypatch.setattr(kernels, "codecs_on", lambda device: codecs)
+    block = Block.whole((4, 5))
+    source = FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))
+    receiver = FlatSpace.of(2, Pieces.of([Piece(0, 0, block), Piece(0, 1, block)]))
+    first = torch.arange(20, dtype=torch.int16).view(4, 5)
+    first = first.t().contiguous().t() if homes.endswith("transposed") else first
+    tensors = [first, first if homes.startswith("one") else first.clone()]
+    target = Target(FlatTensors(tensors, 2), {0: build_index_maps(source, receiver)})
+    assert len(target.index_maps[0]) == 2
+    positions = torch.tensor([0, 6, 19], dtype=torch.int32)
+    distances = torch.tensor([5, -3, 7], dtype=torch.int16)
+    if dense:
+        distances = torch.zeros(20, dtype=torch.int16).index_put((positions.long(),), distances)
+    staged = StagedPatch()
+    staged.add(target, 0, Segment(0, 20, None if dense else positions, distances, relative=True))
+    expected = torch.arange(20, dtype=torch.int16)
+    assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
+    staged.apply({2: target})
+    expected[[0, 6, 19]] += torch.tensor([5, -3, 7], dtype=torch.int16)
+    assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
+
+
+@pytest.mark.parametrize("codec", ["i32+ulp", "bitmap+planes", "dense+planes", "ef+raw"])
+def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> None:
+    """On the p2p route the elements that are in both cuts travel twice, and each time they have two homes."""
+    rng = torch.Generator().manual_seed(9)
+    own, theirs = (
+        {2: FlatSpace.of(2, Pieces.of([Piece(0, i, block) for i, block in enumerate(blocks)]))}
+        for blocks in (
+            [Block.whole((6, 8))],
+            [Block((((0, 6),), ((0, 3),))), Block((((2, 3),), ((0, 8),)))],
+        )
+    )
+    pair = pair_spaces(own, theirs)
+    assert pair[2].numel == 18 + 24
+    trained = random((6, 8), torch.bfloat16, rng)
+    copies = [trained[:, :3].clone(), trained[2:5].clone()]
+    chunks = ChunkPlan({0: {2: pair[2].numel}}, 64).chunks(0)
+    lane = Lane(chunks, {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
+    target = Target(FlatTensors(copies, 2), {0: build_index_maps(pair[2], theirs[2])})
+    source = Coded(codec, {"w": trained}).source
+    for density in (0.3, 0.9):
+        step({"w": trained}, rng, density, True)
+        source.prepare(
+            source.state.version + 1,
+            False,
+            Phases(),
+            lanes=P2PLanes(0, {0: lane}),
+            selector=chooser_of(codec),
+        )
+        made, staged = (
+            lane_step(
+                SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 0
+            ),
+            StagedPatch(),
+        )
+        for chunk, frame in zip(chunks, source.frames(), strict=True):
+            for segment in read_frame(frame, made.frame_head(0, len(chunks), chunk)) if len(frame) else ():
+                staged.add(target, 0, segment)
+        staged.apply({2: target})
+        source.commit(source.state.version + 1, source.state.lineage, full=False)
+        assert torch.equal(bits_of(copies[0]), bits_of(trained[:, :3])) and torch.equal(
+            bits_of(copies[1]), bits_of(trained[2:5])
+        )
+
+
+@both
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["contiguous", "transposed", "sliced"])
+def test_collect_is_the_reverse_of_place(codecs, kind: int) -> None:
+    """What a receiver does not hold stays as it is."""
+    rows, columns = Block((((0, 6),), ((0, 8),))), Block((((1, 4),), ((0, 2), (5, 3))))
+    source, receiver = (FlatSpace.of(4, Pieces.of([Piece(0, 0, block)])) for block in (rows, columns))
+    held = strided(torch.zeros(4, 5, dtype=torch.int32), kind)
+    held.copy_(torch.arange(20).view(4, 5) + 100)
+    (index_map,) = build_index_maps(source, receiver)
+    out = torch.full((40,), -1, dtype=torch.int32)
+    codecs.collect(index_map, 4, out, FlatTensors([held], 4))
+    expected = torch.full((6, 8), -1, dtype=torch.int32)
+    expected[1:5, [0, 1, 5, 6, 7]] = held
+    assert torch.equal(out, expected.view(-1)[4:44])
