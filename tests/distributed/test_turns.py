@@ -22,7 +22,7 @@ from torch import nn
 import dte_dist
 from dte_dist.sync.background import DeltaWork
 from tests.distributed.launcher import Ranks
-from tests.distributed.tools import caught, model, nudge, prints, same, sync
+from tests.distributed.tools import caught, model, nudge, prints, same, sync, why
 
 LONG, SOON = 60.0, 25.0
 
@@ -35,10 +35,6 @@ class Interrupt(KeyboardInterrupt):
 def ranks() -> Iterator[Ranks]:
     with Ranks(4) as ranks:
         yield ranks
-
-
-def why(report: dte_dist.SyncReport) -> tuple[Any, ...]:
-    return report.version, report.base_version, report.kind, report.reason, report.seeded
 
 
 # Threads ----------------------------------------------------------------------------------------------------

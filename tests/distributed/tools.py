@@ -95,6 +95,11 @@ def facts(report: dte_dist.SyncReport) -> tuple[Any, ...]:
     )
 
 
+def why(report: dte_dist.SyncReport) -> tuple[Any, ...]:
+    """What a report says of seeds."""
+    return report.version, report.base_version, report.kind, report.reason, report.seeded
+
+
 class Rows:
     """A (rows, columns) weight cut by rows over the sources, whole on receivers; no mesh needed."""
 
