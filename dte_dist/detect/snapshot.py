@@ -69,6 +69,10 @@ class Changed:
     def __len__(self) -> int:
         return len(self.new)
 
+    def bounds(self) -> tuple[int, int]:
+        """Return where the range begins, and where it ends."""
+        return self.first, self.first + self.length
+
     def listed(self) -> Tensor:
         """Return the positions, also if all elements changed."""
         if self.positions is not None:

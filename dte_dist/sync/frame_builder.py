@@ -1,17 +1,16 @@
 """Lanes: what a source sends on one route, and how its changes become frames.
 
-A lane is one stream of frames that some receivers get. Every frame covers one chunk of the lane's space.
+A lane is one stream of frames that some receivers get; every frame covers one chunk of the lane's space. On
+the broadcast route a source has one lane, whose space is the source's own. On the p2p route it has one for
+each kind of receiver, whose space is what the source and that receiver have in common (`plan.intersections`).
 
-* `BroadcastLanes` (broadcast route): one lane, whose space is the source's own. Frames are made as the
-  changes are found.
-* `P2PLanes` (p2p route): one lane for each kind of receiver, whose space is what the source and that receiver
-  have in common (`plan.intersections`). Changes are translated into every lane; their frames are made when
-  all are known. A lane for receivers that hold all that the source has needs no translation: its frames are
-  made as on the broadcast route.
+1. `FrameBuilder.add` takes changes as they are found. A lane whose space is the source's own (also a receiver
+   that holds all that the source has) writes them into the frame in the making. Every other lane translates
+   them, and keeps them.
+2. `FrameBuilder.collect` finishes what is in the making, and writes what was kept.
 
-Neighbouring segments of like density are written as one (`sync.segments`). By the time that a change is
-written, the snapshot has
-taken it over: so a segment that is sent whole is what the snapshot holds.
+Neighbouring segments of like density are written as one (`sync.segments`). The snapshot is updated before
+changes are encoded, so a segment that is sent whole is read from the snapshot.
 
 The order of frames is that of lanes, then chunks: it is the order of the sizes in a control row.
 """
@@ -19,10 +18,9 @@ The order of frames is that of lanes, then chunks: it is the order of the sizes 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -37,47 +35,50 @@ from dte_dist.plan.index_map import IndexMap
 from dte_dist.sync.segments import merge_segments
 from dte_dist.sync.version import SyncStep
 
-__all__ = ["BroadcastLanes", "FrameBuilder", "Lane", "Lanes", "P2PLanes", "lane_step"]
-
-_LANE = 0x9E3779B97F4A7C15
+__all__ = ["FrameBuilder", "Lane", "Lanes"]
 
 
-def lane_step(step: SyncStep, lane: int) -> SyncStep:
-    """Return a step whose frames cannot be taken for those of another lane."""
-    return replace(step, schema=(step.schema ^ (lane + 1) * _LANE) & (1 << 63) - 1)
-
-
-class FrameBuilder(ABC):
-    """Takes the changes of one sync, in order, and makes frames of them.
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """One stream of frames of a source.
 
     Attributes:
-        codecs: segments by codec pair.
+        number: of the kind of receiver that gets it; None on the broadcast route, where all receivers do.
+        chunks: of its space.
+        into: by width, tables from the source's own space into the lane's; None if the two are one.
+        back: by width, tables from the lane's space into the source's own; None if the two are one.
     """
 
-    def __init__(self) -> None:
-        self.codecs: Counter[str] = Counter()
+    number: int | None
+    chunks: Sequence[Chunk]
+    into: Mapping[int, Sequence[IndexMap]] | None = None
+    back: Mapping[int, Sequence[IndexMap]] | None = None
 
-    @abstractmethod
-    def add(self, width: int, changed: Changed) -> None:
-        """Add what changed in some segments of one chunk of the source's own space, in order; it is
-        copied.
-        """
+    def fetch(self, width: int, first: int, length: int, known: Snapshot) -> Tensor:
+        """Return the known bits of elements [first, first + length) of the lane's space."""
+        if self.back is None:
+            return known.bits[width][first : first + length]
+        bits = torch.empty(length, dtype=known.bits[width].dtype, device=known.device)
+        for index_map in self.back[width]:
+            kernels.remaps_on(known.device).fetch(index_map, first, bits, known.bits[width])
+        return bits
 
-    @abstractmethod
-    def collect(self) -> list[Tensor]:
-        """Return the frames by lane and chunk; empty where nothing changed. Nothing is added any more."""
 
-
-class Lanes(ABC):
+class Lanes:
     """The frames of a source on one route.
+
+    Args:
+        source: group rank.
+        lanes: in order.
 
     Attributes:
         chunks: (lane, chunk) of every frame, in order.
     """
 
-    chunks: Sequence[tuple[int, Chunk]]
+    def __init__(self, source: int, lanes: Sequence[Lane]) -> None:
+        self._source, self._lanes = source, lanes
+        self.chunks = [(lane, chunk) for lane in lanes for chunk in lane.chunks]
 
-    @abstractmethod
     def builder(
         self,
         step: SyncStep,
@@ -93,88 +94,102 @@ class Lanes(ABC):
             selector: of the codecs.
             history: positions of the delta before, and where those of this one are noted.
         """
+        common = _Common(self._source, step, known, selector, history)
+        return FrameBuilder([_writer(lane, common) for lane in self._lanes], common)
 
-    @abstractmethod
-    def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
+    def write_seed(self, lane: Lane, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
         """Write the dense frame of a chunk, of the snapshot itself, into a buffer of its size."""
+        head = step.of_lane(lane.number).frame_head(self._source, len(lane.chunks), chunk)
+        writer = FrameWriter(head, known.device)
+        for first, length in chunk.segments():
+            writer.add_dense(first, lane.fetch(chunk.width, first, length, known))
+        if out.device == known.device:
+            writer.finish(out)
+        else:
+            out.copy_(writer.finish())
 
 
-class BroadcastLanes(Lanes):
-    """One lane: the source's own space.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Common:
+    """The fields that the frames of all lanes of one delta share; see `Lanes.builder`."""
 
-    Args:
-        source: group rank.
-        chunks: of its space.
+    source: int
+    step: SyncStep
+    known: Snapshot
+    selector: CodecSelector
+    history: PreviousDelta | None
+
+    def writer(self, lane: Lane, chunk: Chunk) -> FrameWriter:
+        """Return a writer of the frame of a chunk."""
+        head = self.step.of_lane(lane.number).frame_head(self.source, len(lane.chunks), chunk)
+        return FrameWriter(head, self.known.device, self.selector, self.history)
+
+
+class FrameBuilder:
+    """Takes the changes of one sync, in order, and makes frames of them.
+
+    Attributes:
+        codecs: segments by codec pair.
     """
 
-    def __init__(self, source: int, chunks: Sequence[Chunk]) -> None:
-        self._source, self._count = source, len(chunks)
-        self.chunks = [(0, chunk) for chunk in chunks]
+    def __init__(self, lanes: Sequence[_DirectLane | _TranslatedLane], common: _Common) -> None:
+        self.codecs: Counter[str] = Counter()
+        self._lanes, self._selector = lanes, common.selector
+        self._codecs = kernels.codecs_on(common.known.device)
 
-    def builder(
-        self,
-        step: SyncStep,
-        known: Snapshot,
-        selector: CodecSelector = FAST,
-        history: PreviousDelta | None = None,
-    ) -> FrameBuilder:
-        return _DirectBuilder(
-            self._source, [chunk for _, chunk in self.chunks], step, known, selector, history=history
-        )
+    def add(self, width: int, changed: Changed) -> None:
+        """Add what changed in some segments of one chunk of the source's own space, in order; it is
+        copied.
+        """
+        relative = self._selector.relative(width)
+        values = self._codecs.distances(changed.old, changed.new) if relative else changed.new
+        for lane in self._lanes:
+            lane.add(width, changed, values, relative=relative)
 
-    def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
-        writer = FrameWriter(step.frame_head(self._source, self._count, chunk), known.device)
-        for first, length in chunk.segments():
-            writer.add_dense(first, known.bits[chunk.width][first : first + length])
-        _finish(writer, out, known.device)
+    def collect(self) -> list[Tensor]:
+        """Return the frames by lane and chunk; empty where nothing changed. Nothing is added any more."""
+        frames = [frame for lane in self._lanes for frame in lane.collect()]
+        for lane in self._lanes:
+            self.codecs.update(lane.codecs)
+        return frames
 
 
-class _DirectBuilder(FrameBuilder):
-    def __init__(
-        self,
-        source: int,
-        chunks: Sequence[Chunk],
-        step: SyncStep,
-        known: Snapshot,
-        selector: CodecSelector,
-        *,
-        history: PreviousDelta | None,
-    ) -> None:
-        super().__init__()
-        self._source, self._chunks, self._step = source, chunks, step
-        self._known, self._selector, self._history = known, selector, history
+def _writer(lane: Lane, common: _Common) -> _DirectLane | _TranslatedLane:
+    return _DirectLane(lane, common) if lane.into is None else _TranslatedLane(lane, lane.into, common)
+
+
+class _DirectLane:
+    """Write changes as they are found; one frame is in the making at a time."""
+
+    def __init__(self, lane: Lane, common: _Common) -> None:
+        self.codecs: Counter[str] = Counter()
+        self._lane, self._common = lane, common
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
-    def add(self, width: int, changed: Changed) -> None:
+    def add(self, width: int, changed: Changed, values: Tensor, *, relative: bool) -> None:
         self._reach(width, changed.first)
-        known = self._known.bits[width]
-        relative = self._selector.relative(width)
-        values = (
-            kernels.codecs_on(known.device).distances(changed.old, changed.new) if relative else changed.new
-        )
-        (cuts,) = _cut([list(segments_of(changed.first, changed.length))], changed.positions, changed.first)
+        segments = [list(segments_of(changed.first, changed.length))]
+        (cuts,) = _cut(segments, changed.positions, changed.first)
         writer = self._writer = self._writer or self._next()
         for cut in cuts:
             positions, before = changed.positions, cut.first - changed.first
             if positions is not None and len(cuts) > 1:
                 positions = positions[cut.here] - before if before else positions[cut.here]
-            whole = partial(known.narrow, 0, cut.first, cut.length)
+            whole = partial(self._lane.fetch, width, cut.first, cut.length, self._common.known)
             writer.add(cut.first, cut.length, positions, values[cut.here], relative=relative, whole=whole)
 
     def _reach(self, width: int, position: int) -> None:
-        """Finish the frames before that of the chunk that holds a position: one is in the making at a
-        time.
-        """
-        while (
-            chunk := self._chunks[len(self._frames)]
-        ).width != width or position >= chunk.first + chunk.length:
+        """Finish the frames before that of the chunk that holds a position."""
+        while True:
+            chunk = self._lane.chunks[len(self._frames)]
+            if chunk.width == width and position < chunk.first + chunk.length:
+                return
             self._finish()
 
     def _next(self) -> FrameWriter:
         """Return a writer of the next frame."""
-        head = self._step.frame_head(self._source, len(self._chunks), self._chunks[len(self._frames)])
-        return FrameWriter(head, self._known.device, self._selector, self._history)
+        return self._common.writer(self._lane, self._lane.chunks[len(self._frames)])
 
     def _finish(self) -> None:
         writer, self._writer = self._writer or self._next(), None
@@ -182,80 +197,9 @@ class _DirectBuilder(FrameBuilder):
         self.codecs.update(writer.codecs)
 
     def collect(self) -> list[Tensor]:
-        while len(self._frames) < len(self._chunks):
+        while len(self._frames) < len(self._lane.chunks):
             self._finish()
         return self._frames
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lane:
-    """A lane of the p2p route.
-
-    Attributes:
-        chunks: of its space.
-        into: by width, tables from the source's own space into the lane's.
-        back: by width, tables from the lane's space into the source's own.
-        is_own_space: True if the lane's space is the source's own: its receivers hold all that the source
-            has.
-    """
-
-    chunks: Sequence[Chunk]
-    into: Mapping[int, Sequence[IndexMap]]
-    back: Mapping[int, Sequence[IndexMap]]
-    is_identity: bool = False
-
-    def fetch(self, width: int, first: int, length: int, known: Snapshot) -> Tensor:
-        """Return the known bits of elements [first, first + length) of the lane's space, as a new tensor."""
-        bits = torch.empty(length, dtype=known.bits[width].dtype, device=known.device)
-        for index_map in self.back[width]:
-            kernels.remaps_on(known.device).fetch(index_map, first, bits, known.bits[width])
-        return bits
-
-
-class P2PLanes(Lanes):
-    """One lane for each kind of receiver.
-
-    Args:
-        source: group rank.
-        lanes: by number.
-    """
-
-    def __init__(self, source: int, lanes: Mapping[int, Lane]) -> None:
-        self._source, self._lanes = source, lanes
-        self._own = frozenset(number for number, lane in lanes.items() if lane.is_identity)
-        self.chunks = [(number, chunk) for number, lane in sorted(lanes.items()) for chunk in lane.chunks]
-
-    def builder(
-        self,
-        step: SyncStep,
-        known: Snapshot,
-        selector: CodecSelector = FAST,
-        history: PreviousDelta | None = None,
-    ) -> FrameBuilder:
-        def alone(number: int) -> _DirectBuilder:
-            return _DirectBuilder(
-                self._source,
-                self._lanes[number].chunks,
-                lane_step(step, number),
-                known,
-                selector,
-                history=history,
-            )
-
-        translated = {number: lane for number, lane in self._lanes.items() if number not in self._own}
-        direct = {number: alone(number) for number in self._own}
-        return _TranslatingBuilder(
-            self._source, translated, step, known, selector, direct=direct, history=history
-        )
-
-    def write_seed(self, lane: int, chunk: Chunk, step: SyncStep, known: Snapshot, out: Tensor) -> None:
-        lane_ = self._lanes[lane]
-        writer = FrameWriter(
-            lane_step(step, lane).frame_head(self._source, len(lane_.chunks), chunk), known.device
-        )
-        for first, length in chunk.segments():
-            writer.add_dense(first, lane_.fetch(chunk.width, first, length, known))
-        _finish(writer, out, known.device)
 
 
 @dataclass(slots=True)
@@ -275,85 +219,48 @@ class _Found:
         return positions, values
 
 
-class _TranslatingBuilder(FrameBuilder):
-    """Takes changes for several lanes; those that have the source's own space have an frame builder of their
-    own.
-    """
+class _TranslatedLane:
+    """Translate changes as they are found; write their frames when all are known."""
 
-    def __init__(
-        self,
-        source: int,
-        lanes: Mapping[int, Lane],
-        step: SyncStep,
-        known: Snapshot,
-        selector: CodecSelector,
-        *,
-        direct: Mapping[int, _DirectBuilder],
-        history: PreviousDelta | None,
-    ) -> None:
-        super().__init__()
-        self._source, self._lanes, self._step, self._known, self._selector = (
-            source,
-            lanes,
-            step,
-            known,
-            selector,
-        )
-        self._history, self._direct = history, direct
-        self._found: dict[tuple[int, int], _Found] = {}
+    def __init__(self, lane: Lane, into: Mapping[int, Sequence[IndexMap]], common: _Common) -> None:
+        self.codecs: Counter[str] = Counter()
+        self._lane, self._into, self._common = lane, into, common
+        self._found: dict[int, _Found] = {}
 
-    def add(self, width: int, changed: Changed) -> None:
-        for builder in self._direct.values():
-            builder.add(width, changed)
-        if not self._lanes:
+    def add(self, width: int, changed: Changed, values: Tensor, *, relative: bool) -> None:
+        maps = [each for each in self._into.get(width, ()) if each.meets(*changed.bounds())]
+        if not maps:
             return
-        positions, values = changed.listed(), changed.new
-        if self._selector.relative(width):
-            codecs = kernels.codecs_on(values.device)
-            values = codecs.narrow(codecs.distances(changed.old, changed.new), values.dtype)
-        translate = kernels.remaps_on(positions.device).translate
-        for number, lane in self._lanes.items():
-            for index_map in lane.into.get(width, ()):
-                if index_map.meets(changed.first, changed.first + changed.length):
-                    into = self._found.setdefault((number, width), _Found())
-                    held = translate(index_map, changed.first, positions, values)
-                    into.positions.append(held[0])
-                    into.values.append(held[1])
+        if relative:
+            values = kernels.codecs_on(values.device).narrow(values, changed.new.dtype)
+        translate = kernels.remaps_on(values.device).translate
+        found = self._found.setdefault(width, _Found())
+        for index_map in maps:
+            positions, held = translate(index_map, changed.first, changed.listed(), values)
+            found.positions.append(positions)
+            found.values.append(held)
 
-    def collect(self) -> list[Tensor]:
-        frames: list[Tensor] = []
-        for number in sorted(self._lanes.keys() | self._direct.keys()):
-            if number in self._direct:
-                frames += self._direct[number].collect()
-                self.codecs.update(self._direct[number].codecs)
-                continue
-            lane, step = self._lanes[number], lane_step(self._step, number)
-            for width in sorted(lane.into):
-                found = self._found.pop((number, width), None)
-                chunks = [chunk for chunk in lane.chunks if chunk.width == width]
-                frames += self._frames(lane, chunks, step, found)
-        return frames
+    def collect(self) -> Iterator[Tensor]:
+        for width in sorted(self._into):
+            chunks = [chunk for chunk in self._lane.chunks if chunk.width == width]
+            found = self._found.pop(width, None)
+            if found is None:
+                device = self._common.known.device
+                yield from (torch.empty(0, dtype=torch.uint8, device=device) for _ in chunks)
+            else:
+                yield from self._write(chunks, *found.sorted())
 
-    def _frames(
-        self, lane: Lane, chunks: Sequence[Chunk], step: SyncStep, found: _Found | None
-    ) -> Iterator[Tensor]:
-        """Cut the changes of one lane and width into the frames of its chunks."""
-        device = self._known.device
-        if found is None:
-            yield from (torch.empty(0, dtype=torch.uint8, device=device) for _ in chunks)
-            return
-        positions, values = found.sorted()
-        relative = self._selector.relative(values.element_size())
-        for chunk, cuts in zip(
-            chunks, _cut([list(chunk.segments()) for chunk in chunks], positions, 0), strict=True
-        ):
-            writer = FrameWriter(
-                step.frame_head(self._source, len(lane.chunks), chunk), device, self._selector, self._history
-            )
+    def _write(self, chunks: Sequence[Chunk], positions: Tensor, values: Tensor) -> Iterator[Tensor]:
+        """Cut the changes of one width into the frames of its chunks."""
+        relative = self._common.selector.relative(values.element_size())
+        widen: Callable[[Tensor], Tensor] = kernels.codecs_on(values.device).widen
+        groups = [list(chunk.segments()) for chunk in chunks]
+        for chunk, cuts in zip(chunks, _cut(groups, positions, 0), strict=True):
+            writer = self._common.writer(self._lane, chunk)
             for cut in cuts:
                 here, held = (positions[cut.here] - cut.first).to(torch.int32), values[cut.here]
-                wide = kernels.codecs_on(device).widen(held) if relative else held
-                whole = partial(lane.fetch, chunk.width, cut.first, cut.length, self._known)
+                wide = widen(held) if relative else held
+                whole = partial(self._lane.fetch, chunk.width, cut.first, cut.length, self._common.known)
                 writer.add(cut.first, cut.length, here, wide, relative=relative, whole=whole)
             yield writer.finish()
             self.codecs.update(writer.codecs)
@@ -379,17 +286,7 @@ def _cut(
         origin: what they count from.
     """
     segments = [segment for group in groups for segment in group]
-    if positions is None:
-        counts = [length for _, length in segments]
-    elif len(segments) == 1:
-        counts = [len(positions)]
-    else:
-        starts = [first - origin for first, _ in segments] + [sum(segments[-1]) - origin]
-        counts = [
-            high - low
-            for low, high in itertools.pairwise(kernels.on(positions.device).borders(positions, starts))
-        ]
-    left, at = iter(counts), 0
+    left, at = iter(_counts(segments, positions, origin)), 0
     for group in groups:
         cuts: list[_Cut] = []
         for first, length, count in merge_segments(group, itertools.islice(left, len(group))):
@@ -398,8 +295,12 @@ def _cut(
         yield cuts
 
 
-def _finish(writer: FrameWriter, out: Tensor, device: torch.device) -> None:
-    if out.device == device:
-        writer.finish(out)
-    else:
-        out.copy_(writer.finish())
+def _counts(segments: Sequence[tuple[int, int]], positions: Tensor | None, origin: int) -> Sequence[int]:
+    """Return how many changes are in each segment."""
+    if positions is None:
+        return [length for _, length in segments]
+    if len(segments) == 1:
+        return [len(positions)]
+    starts = [first - origin for first, _ in segments] + [sum(segments[-1]) - origin]
+    below = kernels.on(positions.device).borders(positions, starts)
+    return [high - low for low, high in itertools.pairwise(below)]

@@ -237,7 +237,7 @@ class Sync:
             if self._is_in(decision.followers):
                 with self._phases("decode"):
                     for source, row in sizes.items():
-                        self._route.take(step, source, inline.read(self._received[source], row))
+                        self._route.take_all(step, source, inline.read(self._received[source], row))
         else:
             self._gathered = self._route.gathered(sizes)
             self._load = self._move(step, frames, sizes, decision.followers)
@@ -289,7 +289,7 @@ class Sync:
 
     def _stream_seed(self, decision: Decision) -> None:
         """Phase 6."""
-        step, sizes = self._step(decision, seed=True), self._route.seed_sizes()
+        step, sizes = self._step(decision, seed=True), self._route.seed_sizes
         frames = self._source.seed_frames(step) if self._source is not None else []
         load = self._move(step, frames, sizes, decision.seeded)
         if decision.is_full:

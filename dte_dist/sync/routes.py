@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from dte_dist.codec import dense_size
 from dte_dist.options import AUTO, RouteOption
 from dte_dist.plan.chunks import Chunk, ChunkPlan, FrameSlot
 from dte_dist.plan.flat_space import FlatSpace
@@ -27,15 +28,27 @@ from dte_dist.plan.intersections import lanes_of, pair_spaces
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.plan.transfer_plan import ROUTES, Plan, RouteName
 from dte_dist.report import Phases
-from dte_dist.sync.frame_builder import Lane, Lanes, P2PLanes, lane_step
+from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.receiver import Receiver
-from dte_dist.sync.source import Source, dense_frame_bytes, max_frame_bytes
+from dte_dist.sync.source import Source
 from dte_dist.sync.version import SyncStep
 from dte_dist.transport.broadcast import BucketedBroadcast
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.p2p import PairwiseExchange, Sized
 
-__all__ = ["AUTO", "BroadcastRoute", "Chosen", "Load", "P2PRoute", "Route", "RouteOption", "Routes", "Sizes"]
+__all__ = [
+    "AUTO",
+    "BroadcastRoute",
+    "Chosen",
+    "Load",
+    "P2PRoute",
+    "Route",
+    "RouteOption",
+    "Routes",
+    "Sizes",
+    "dense_frame_bytes",
+    "max_frame_bytes",
+]
 
 Chosen = tuple[RouteName, str]
 """A route, and why it was taken if it was not the caller who said so."""
@@ -77,36 +90,35 @@ class Load:
 class Route(ABC):
     """One way for frames.
 
+    Args:
+        chunks: by source, (lane, chunk) of every frame in order; the same on all ranks.
+        receiver: what this rank is.
+
     Attributes:
         name: as a caller says it.
-        chunks: by source, (lane, chunk) of every frame in order; the same on all ranks.
+        chunks: as given.
         lanes: on a source, what it sends.
         index_maps: on a receiver, by width and source, tables from the space of the frames to its own.
+        seed_sizes: by source, the bytes of every frame of a seed.
+        max_bytes: by source, the most bytes that each of its frames can have.
+        max_frames: most frames of any source.
     """
 
     name: RouteName
-    chunks: Mapping[int, Sequence[tuple[int, Chunk]]]
     lanes: Lanes | None
     index_maps: Mapping[int, Mapping[int, Sequence[IndexMap]]]
 
-    @property
-    def max_frames(self) -> int:
-        """Most frames of any source."""
-        return max(map(len, self.chunks.values()), default=0)
-
-    def seed_sizes(self) -> dict[int, list[int]]:
-        """Return, by source, the bytes of every frame of a seed."""
-        return {
-            source: [dense_frame_bytes(chunk) for _, chunk in chunks]
-            for source, chunks in self.chunks.items()
+    def __init__(
+        self, chunks: Mapping[int, Sequence[tuple[int | None, Chunk]]], receiver: Receiver | None
+    ) -> None:
+        self.chunks, self._receiver = chunks, receiver
+        self.seed_sizes = {
+            source: [dense_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in chunks.items()
         }
-
-    @cached_property
-    def max_bytes(self) -> dict[int, list[int]]:
-        """By source, the most bytes that each of its frames can have."""
-        return {
-            source: [max_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in self.chunks.items()
+        self.max_bytes = {
+            source: [max_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in chunks.items()
         }
+        self.max_frames = max(map(len, chunks.values()), default=0)
 
     @abstractmethod
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
@@ -116,11 +128,28 @@ class Route(ABC):
         """Return the bytes of frames of these sizes that go to the root to be relayed."""
         return 0
 
-    @abstractmethod
-    def take(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
+    def mine(self, source: int, items: Sequence[_T]) -> Sequence[_T]:
+        """Return those of a source's items, one per frame, that are for this rank's receiver."""
+        return items
+
+    @cached_property
+    def _taken(self) -> Mapping[int, Sequence[tuple[int | None, Chunk]]]:
+        """By source, (lane, chunk) of each frame that is for this rank, in order."""
+        return {source: self.mine(source, chunks) for source, chunks in self.chunks.items()}
+
+    def take_all(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
         """Take all frames of a source, in order; what is not for this rank's receiver is left out. They must
         stay as they are.
         """
+        for number, frame in enumerate(self.mine(source, frames)):
+            self.take(step, source, number, frame)
+
+    def take(self, step: SyncStep, source: int, number: int, frame: Tensor) -> None:
+        """Take one of the frames of a source that are for this rank, if it is a receiver."""
+        if self._receiver is not None and len(frame):
+            lane, chunk = self._taken[source][number]
+            head = step.of_lane(lane).frame_head(source, len(self._taken[source]), chunk)
+            self._receiver.take(frame, head)
 
     @abstractmethod
     def move(
@@ -144,8 +173,8 @@ class BroadcastRoute(Route):
     """Over the root.
 
     Args:
-        model, rank: who holds what.
-        schedule: the chunks of the sources' spaces.
+        model: who holds what.
+        schedule: the chunks of all sources.
         source, receiver: what this rank is.
         relay: the transport.
         root: group rank.
@@ -163,10 +192,11 @@ class BroadcastRoute(Route):
         relay: BucketedBroadcast,
         root: int,
     ) -> None:
-        self.chunks = {each: [(0, chunk) for chunk in schedule.chunks(each)] for each in model.source_spaces}
-        self.lanes = source.relay if source is not None else None
+        chunks = {each: [(None, chunk) for chunk in schedule.chunks(each)] for each in model.source_spaces}
+        super().__init__(chunks, receiver)
+        self.lanes = source.own_lanes if source is not None else None
         self.index_maps = receiver.index_maps if receiver is not None else {}
-        self._receiver, self._relay, self._root = receiver, relay, root
+        self._relay, self._root = relay, root
         relay.reserve(self.max_bytes, receiver=receiver is not None)
 
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
@@ -183,22 +213,13 @@ class BroadcastRoute(Route):
     def gathered(self, sizes: Sizes) -> int:
         return sum(sum(row) for source, row in sizes.items() if source != self._root)
 
-    def take(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
-        for number, frame in enumerate(frames):
-            self._take(step, source, number, frame)
-
     def move(
         self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
     ) -> Exception | None:
-        def take(parcel: FrameSlot, frame: Tensor) -> None:
-            self._take(step, parcel.source, parcel.chunk, frame)
+        def take(slot: FrameSlot, frame: Tensor) -> None:
+            self.take(step, slot.source, slot.chunk, frame)
 
         return self._relay.move(sizes, frames, targets, take, phases, keep=not step.is_seed)
-
-    def _take(self, step: SyncStep, source: int, number: int, frame: Tensor) -> None:
-        if self._receiver is not None and len(frame):
-            chunks = self.chunks[source]
-            self._receiver.take(frame, step.frame_head(source, len(chunks), chunks[number][1]))
 
 
 class P2PRoute(Route):
@@ -223,21 +244,22 @@ class P2PRoute(Route):
     ) -> None:
         self._lane = lanes_of(model.receiver_spaces)
         kinds = {lane: model.receiver_spaces[target] for target, lane in reversed(self._lane.items())}
-        self._rank, self._receiver, self._exchange = rank, receiver, exchange
-        self.chunks, pairs = {}, {}
-        for source, spaces in model.source_spaces.items():
-            pairs[source] = {lane: pair_spaces(spaces, kind) for lane, kind in sorted(kinds.items())}
-            totals = {
-                lane: {width: space.numel for width, space in pair.items()}
-                for lane, pair in pairs[source].items()
-            }
-            schedule = ChunkPlan(totals, bucket_bytes)
-            self.chunks[source] = [(lane, chunk) for lane in totals for chunk in schedule.chunks(lane)]
+        pairs = {
+            source: {lane: pair_spaces(spaces, kind) for lane, kind in sorted(kinds.items())}
+            for source, spaces in model.source_spaces.items()
+        }
+        plans = {source: ChunkPlan(_totals(lanes), bucket_bytes) for source, lanes in pairs.items()}
+        chunks = {
+            source: [(lane, chunk) for lane in lanes for chunk in plans[source].chunks(lane)]
+            for source, lanes in pairs.items()
+        }
+        super().__init__(chunks, receiver)
+        self._rank, self._exchange, self.lanes = rank, exchange, None
         own = model.source_spaces.get(rank)
-        self.lanes = None
         if own is not None:
-            self.lanes = P2PLanes(
-                rank, {lane: self._pair_lane(own, lane, pair) for lane, pair in pairs[rank].items()}
+            mine = pairs[rank].items()
+            self.lanes = Lanes(
+                rank, [_pair_lane(own, lane, pair, plans[rank].chunks(lane)) for lane, pair in mine]
             )
         self.index_maps = self._index_maps_of(model.receiver_spaces.get(rank, {}), pairs)
         exchange.reserve(self.max_bytes, receiver=receiver is not None)
@@ -255,15 +277,6 @@ class P2PRoute(Route):
             for width, space in own.items()
         }
 
-    def _pair_lane(self, own: Mapping[int, FlatSpace], lane: int, pair: Mapping[int, FlatSpace]) -> Lane:
-        chunks = [chunk for number, chunk in self.chunks[self._rank] if number == lane]
-        into = {width: build_index_maps(own[width], space) for width, space in pair.items()}
-        back = {width: build_index_maps(space, own[width]) for width, space in pair.items()}
-        is_own = own.keys() == pair.keys() and all(
-            is_identity(into[width], space.numel) for width, space in own.items()
-        )
-        return Lane(chunks, into, back, is_own)
-
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
         load = Load()
         for source, row in sizes.items():
@@ -272,45 +285,45 @@ class P2PRoute(Route):
                 load.add(source, target, sum(self._of(source, target, row)))
         return load
 
-    def _of(self, source: int, target: int, items: Sequence[_T]) -> list[_T]:
+    def mine(self, source: int, items: Sequence[_T]) -> Sequence[_T]:
+        return self._of(source, self._rank, items)
+
+    def _of(self, source: int, target: int, items: Sequence[_T]) -> Sequence[_T]:
         """Return those of a source's items, one per frame, that are for a target."""
-        return [
-            item
-            for (lane, _), item in zip(self.chunks[source], items, strict=True)
-            if lane == self._lane[target]
-        ]
-
-    @cached_property
-    def _mine(self) -> dict[int, list[tuple[int, Chunk]]]:
-        """By source, (lane, chunk) of each frame that is for this rank, in order."""
-        return {source: self._of(source, self._rank, chunks) for source, chunks in self.chunks.items()}
-
-    def take(self, step: SyncStep, source: int, frames: Sequence[Tensor]) -> None:
-        for number, frame in enumerate(self._of(source, self._rank, frames)):
-            self._take(step, source, number, frame)
+        lane, chunks = self._lane[target], self.chunks[source]
+        return [item for (number, _), item in zip(chunks, items, strict=True) if number == lane]
 
     def move(
         self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
     ) -> Exception | None:
-        outgoing: dict[int, list[Sized]] = {}
-        incoming: dict[int, list[int]] = {}
+        outgoing: dict[int, Sequence[Sized]] = {}
+        incoming: dict[int, Sequence[int]] = {}
         if self._rank in self.chunks:
             sized = list(zip(sizes[self._rank], frames, strict=True))
             outgoing = {target: self._of(self._rank, target, sized) for target in targets}
         if self._rank in targets:
-            incoming = {source: self._of(source, self._rank, row) for source, row in sizes.items()}
+            incoming = {source: self.mine(source, row) for source, row in sizes.items()}
 
         def take(source: int, number: int, frame: Tensor) -> None:
-            self._take(step, source, number, frame)
+            self.take(step, source, number, frame)
 
         return self._exchange.move(outgoing, incoming, targets, take, phases, keep=not step.is_seed)
 
-    def _take(self, step: SyncStep, source: int, number: int, frame: Tensor) -> None:
-        if self._receiver is not None and len(frame):
-            chunks = self._mine[source]
-            self._receiver.take(
-                frame, lane_step(step, chunks[number][0]).frame_head(source, len(chunks), chunks[number][1])
-            )
+
+def _totals(lanes: Mapping[int, Mapping[int, FlatSpace]]) -> dict[int, dict[int, int]]:
+    """Return by lane the elements of each width."""
+    return {lane: {width: space.numel for width, space in spaces.items()} for lane, spaces in lanes.items()}
+
+
+def _pair_lane(
+    own: Mapping[int, FlatSpace], number: int, pair: Mapping[int, FlatSpace], chunks: Sequence[Chunk]
+) -> Lane:
+    """Return a lane whose space is what a source and a kind of receiver have in common."""
+    into = {width: build_index_maps(own[width], space) for width, space in pair.items()}
+    if own.keys() == pair.keys() and all(is_identity(into[width], own[width].numel) for width in own):
+        return Lane(number, chunks)
+    back = {width: build_index_maps(space, own[width]) for width, space in pair.items()}
+    return Lane(number, chunks, into, back)
 
 
 class Routes(Mapping[RouteName, Route]):
@@ -347,3 +360,13 @@ class Routes(Mapping[RouteName, Route]):
 
     def __len__(self) -> int:
         return len(ROUTES)
+
+
+def dense_frame_bytes(chunk: Chunk) -> int:
+    """Return the bytes of the dense frame of a chunk."""
+    return dense_size((length for _, length in chunk.segments()), chunk.width)
+
+
+def max_frame_bytes(chunk: Chunk) -> int:
+    """Return a bound on the bytes of any frame of a chunk: two padded streams instead of one per segment."""
+    return dense_frame_bytes(chunk) + 16 * sum(1 for _ in chunk.segments())

@@ -116,37 +116,36 @@ class StagedPatch:
     """Checked changes of one sync.
 
     Attributes:
-        sparse: (width, source, segment) of a source's space, not all of whose elements changed.
-        dense: (width, source, first position in the source's space, bits).
-        settled: (width, positions in the receiver's space, bits) of what may come to one element twice.
+        sparse: (target, source, segment) of a source's space, not all of whose elements changed.
+        dense: (target, source, first position in the source's space, bits).
+        absolute: (target, positions in the receiver's space, bits) of what may come to one element twice.
     """
 
-    sparse: list[tuple[int, int, Segment]] = field(default_factory=list)
-    dense: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
-    absolute: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    sparse: list[tuple[Target, int, Segment]] = field(default_factory=list)
+    dense: list[tuple[Target, int, int, Tensor]] = field(default_factory=list)
+    absolute: list[tuple[Target, Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, target: Target, source: int, segment: Segment) -> None:
         """Stage one segment of a source's space, whose tensors must stay as they are until `clear`."""
         if not target.holds(source, segment.first, segment.length):
             return
-        width, values = target.flat.width, segment.values
+        values = segment.values
         if segment.positions is None:
             values = target.resolve(source, segment.first, values) if segment.relative else values
-            self.dense.append((width, source, segment.first, values))
+            self.dense.append((target, source, segment.first, values))
         elif segment.relative and target.may_repeat(source, segment.first, segment.length):
-            self.absolute += [(width, *changes) for changes in target.as_bits(source, segment)]
+            self.absolute += [(target, *changes) for changes in target.as_bits(source, segment)]
         else:
-            self.sparse.append((width, source, segment))
+            self.sparse.append((target, source, segment))
 
-    def apply(self, targets: Mapping[int, Target]) -> None:
+    def apply(self) -> None:
         """Write everything into the live tensors."""
-        for width, source, segment in self.sparse:
-            targets[width].patch(source, segment)
-        for width, positions, bits in self.absolute:
-            flat = targets[width].flat
-            kernels.on(flat.device).scatter(flat, positions, bits)
-        for width, source, first, bits in self.dense:
-            targets[width].place(source, first, bits)
+        for target, source, segment in self.sparse:
+            target.patch(source, segment)
+        for target, positions, bits in self.absolute:
+            kernels.on(target.flat.device).scatter(target.flat, positions, bits)
+        for target, source, first, bits in self.dense:
+            target.place(source, first, bits)
 
     def clear(self) -> None:
         """Forget everything."""

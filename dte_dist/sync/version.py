@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dte_dist.codec import FrameHead
@@ -14,6 +14,9 @@ __all__ = ["NONE", "SyncStep", "VersionState"]
 
 NONE: Final = -1
 """A version that is not there, in memory and on the wire."""
+
+_LANE: Final = 0x9E3779B97F4A7C15
+"""Mixed into the schema of a lane's frames, times its number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +98,14 @@ class SyncStep:
     lineage: int
     base: int
     version: int
+
+    def of_lane(self, lane: int | None) -> SyncStep:
+        """Return a step whose frames cannot be taken for those of another lane; None is the broadcast
+        route.
+        """
+        if lane is None:
+            return self
+        return replace(self, schema=(self.schema ^ (lane + 1) * _LANE) & (1 << 63) - 1)
 
     @property
     def is_seed(self) -> bool:

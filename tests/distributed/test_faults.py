@@ -17,7 +17,7 @@ import dte_dist
 from dte_dist.detect.snapshot import Snapshot
 from dte_dist.errors import PeerLost
 from dte_dist.sync.control import ControlRow
-from dte_dist.sync.frame_builder import BroadcastLanes
+from dte_dist.sync.frame_builder import Lanes
 from dte_dist.sync.receiver import Receiver
 from dte_dist.sync.source import Source
 from dte_dist.transport.broadcast import BucketedBroadcast
@@ -143,7 +143,7 @@ def seed_fails(rank: int, world: int, who: int, where: str) -> Any:
     def call() -> dte_dist.SyncReport:
         return sync(rows.layout, src=[0, 1], bucket_bytes=256)
 
-    place: Any = BroadcastLanes if where == "write_seed" else Receiver if where == "_place" else Source
+    place: Any = Lanes if where == "write_seed" else Receiver if where == "_place" else Source
     with failing(place, where, 2 if where != "commit" else 1, OSError("no room"), rank == who):
         error = caught(call)
     first = facts(call())[:4]

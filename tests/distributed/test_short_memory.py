@@ -18,7 +18,7 @@ import torch
 import dte_dist
 from dte_dist import Layout, kernels
 from dte_dist.codec import FrameWriter
-from dte_dist.sync.frame_builder import BroadcastLanes, Lane
+from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.receiver import Receiver
 from dte_dist.transport import broadcast as relay
 from dte_dist.transport import buffers, packing
@@ -253,8 +253,8 @@ def test_two_buckets_that_one_rank_has_no_memory_for_are_told_before_anything_mo
 
 
 SEEDS: dict[str, tuple[int, Any, str, dict[str, Any]]] = {
-    "a source writes": (1, BroadcastLanes, "write_seed", {}),
-    "a source of higher rank than the receivers writes": (2, BroadcastLanes, "write_seed", {"last": True}),
+    "a source writes": (1, Lanes, "write_seed", {}),
+    "a source of higher rank than the receivers writes": (2, Lanes, "write_seed", {"last": True}),
     "a source translates": (1, Lane, "fetch", {"route": "p2p"}),
     "a source of higher rank translates": (3, Lane, "fetch", {"route": "p2p", "last": True}),
     "a receiver writes": (2, Receiver, "_place", {}),

@@ -20,7 +20,7 @@ from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Snapshot
 from dte_dist.kernels import torch_codecs
 from dte_dist.plan.chunks import SEGMENT, ChunkPlan
-from dte_dist.sync.frame_builder import BroadcastLanes
+from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.version import SyncStep
 from dte_dist.tensors.flat import FlatTensors
 
@@ -67,7 +67,7 @@ def written(before: Tensor, after: Tensor, codec: str) -> tuple[int, dict[str, i
     chunks = ChunkPlan({0: {2: len(before)}}, 16 << 20).chunks(0)
     known = Snapshot({2: len(before)}, torch.device("cpu"), SEGMENT)
     known.bits[2].copy_(before)
-    builder = BroadcastLanes(0, chunks).builder(SyncStep(1, 2, 3, 4), known, CodecSelector(codec))
+    builder = Lanes(0, [Lane(None, chunks)]).builder(SyncStep(1, 2, 3, 4), known, CodecSelector(codec))
     live = LiveSpace(FlatTensors([after], 2), [torch.int16])
     for wave in known.diff_and_update(live, 2, [(chunk.first, chunk.length) for chunk in chunks]):
         for changed in wave:

@@ -425,7 +425,7 @@ def test_a_packed_segment_is_staged_as_it_is_and_applied_as_any_other(relative: 
             assert content(target.flat) == before and (
                 not packed or len(staged.sparse) != 1 or staged.sparse[0][2].positions is lineage
             )
-            staged.apply({2: target})
+            staged.apply()
             applied.append(content(target.flat))
         assert applied[0] == applied[1] != before
 

@@ -28,9 +28,11 @@ from tests.unit.sync.test_source import STREAM, Pair, same_bits
 FILES = (
     "detect/snapshot.py",
     "sync/source.py",
+    "sync/versioned_snapshot.py",
     "sync/version.py",
     "codec/previous_delta.py",
     "sync/receiver.py",
+    "sync/versioned_copy.py",
     "sync/staging.py",
     "engine/tracker.py",
 )

@@ -132,10 +132,10 @@ def test_a_write_after_the_vote_leaves_a_receiver_without_a_version(
     assert pair.deliver(pair.prepare()) is None and not pair.receiver.is_written()
     apply = StagedPatch.apply
 
-    def disturbed(staged: StagedPatch, targets: Any) -> None:
+    def disturbed(staged: StagedPatch) -> None:
         if when == "before" and disturb is not move:  # a tensor that is moved now is written to where it was
             disturb(pair.copy)
-        apply(staged, targets)
+        apply(staged)
         if when == "after" or disturb is move:
             disturb(pair.copy)
 
@@ -153,8 +153,8 @@ def test_a_write_after_the_vote_leaves_a_receiver_without_a_version(
 def test_a_commit_without_a_last_look_looks() -> None:
     pair = a_pair()
     assert pair.deliver(pair.prepare()) is None
-    pair.receiver._begin_to_write()
-    pair.receiver._staged.apply(pair.receiver._targets)
+    pair.receiver.begin_to_write()
+    pair.receiver._staged.apply()
     write(pair.copy)
     with pytest.raises(DeltaError, match="somebody else wrote"):
         pair.receiver.commit(2, STREAM)
@@ -311,8 +311,8 @@ def test_a_write_to_one_view_of_a_fused_tensor_while_a_sync_writes_to_others(
     assert pair.deliver(pair.prepare()) is None
     apply = StagedPatch.apply
 
-    def disturbed(staged: StagedPatch, targets: Any) -> None:
-        apply(staged, targets)
+    def disturbed(staged: StagedPatch) -> None:
+        apply(staged)
         pair.copy[name][0, 0] = 7.0
 
     monkeypatch.setattr(StagedPatch, "apply", disturbed)

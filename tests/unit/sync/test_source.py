@@ -33,7 +33,8 @@ from dte_dist.plan.chunks import SEGMENT, Chunk, ChunkPlan
 from dte_dist.plan.model_map import ModelMap, RankLayout, WireTypes
 from dte_dist.report import Phases
 from dte_dist.sync.receiver import Receiver
-from dte_dist.sync.source import Source, dense_frame_bytes, max_frame_bytes
+from dte_dist.sync.routes import dense_frame_bytes, max_frame_bytes
+from dte_dist.sync.source import Source
 from dte_dist.sync.version import NONE, SyncStep
 from tests.unit.detect.test_snapshot import Failing
 
@@ -301,7 +302,7 @@ def test_a_receiver_that_fails_while_it_writes_has_no_version() -> None:
     pair.trained["w0"].neg_()
     assert pair.deliver(pair.prepare()) is None
 
-    def failing(targets: object) -> None:
+    def failing(*_: object) -> None:
         raise OSError("the device is gone")
 
     pair.receiver._staged = type(
@@ -590,7 +591,7 @@ def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why(
     before = bits(pair.copy["w0"])
     pair.trained["w0"].neg_()
     pair.source.prepare(2, True, Phases())
-    write, made = pair.source.relay.write_seed, []
+    write, made = pair.source.own_lanes.write_seed, []
 
     def failing(*args: Any) -> None:
         made.append(args)
@@ -598,7 +599,7 @@ def test_a_seed_frame_that_could_not_be_made_is_refused_and_the_source_says_why(
             raise MemoryError("no room")
         write(*args)
 
-    pair.source.relay.write_seed = failing  # type: ignore[method-assign]
+    pair.source.own_lanes.write_seed = failing  # type: ignore[method-assign]
     frames = pair.seed_frames(2)
     assert [bool(frame.any()) for frame in frames] == [True, False, True]
     assert type(pair.source.error) is MemoryError

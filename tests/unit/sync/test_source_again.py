@@ -19,7 +19,7 @@ from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.plan.intersections import pair_spaces
 from dte_dist.report import Phases
-from dte_dist.sync.frame_builder import Lane, Lanes, P2PLanes, lane_step
+from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.sync.version import NONE, SyncStep
 from dte_dist.tensors.flat import FlatTensors
@@ -297,11 +297,11 @@ def test_both_routes_by_turns() -> None:
     pair = pair_spaces(own, theirs)
     schedule = ChunkPlan({0: {2: pair[2].numel}}, 30_000)
     lane = Lane(
-        schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
+        1, schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
     )
     trained, copy = full[:, 100:350].contiguous(), full[20:220].clone()
     ends = Pair({"w": trained}, {"w": full[:, 100:350].clone()})
-    source, lanes, kept = ends.source, P2PLanes(0, {1: lane}), PreviousDelta()
+    source, lanes, kept = ends.source, Lanes(0, [lane]), PreviousDelta()
     flat = FlatTensors([copy], 2)
     targets = {
         name: Target(flat, {0: build_index_maps(space, theirs[2])})
@@ -316,12 +316,12 @@ def test_both_routes_by_turns() -> None:
         )
         made, chunks = SyncStep(SCHEMA, source.state.lineage, version - 1, version), ends.chunks
         if route == "p2p":
-            made, chunks = lane_step(made, 1), lane.chunks
+            made, chunks = made.of_lane(1), lane.chunks
         staged, heads = StagedPatch(), [made.frame_head(0, len(chunks), chunk) for chunk in chunks]
         for head, frame in zip(heads, source.frames(), strict=True):
             for segment in read_frame(frame, head, kept) if len(frame) else ():
                 staged.add(targets[route], 0, segment)
-        staged.apply({2: targets[route]})
+        staged.apply()
         kept.commit(version, STREAM)
         counted.append(any(name.startswith("again") for name in source.codecs))
         source.commit(version, STREAM, full=False, all_follow=True)

@@ -21,7 +21,7 @@ from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.plan.intersections import pair_spaces
 from dte_dist.report import Phases
-from dte_dist.sync.frame_builder import Lane, P2PLanes, lane_step
+from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.sync.version import NONE, SyncStep
 from dte_dist.tensors.flat import BITS, FlatTensors
@@ -54,7 +54,7 @@ def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
         monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 150)
         monkeypatch.setattr("dte_dist.plan.chunks.SEGMENT", 64)
-        monkeypatch.setattr("dte_dist.sync.source.SEGMENT", 64)
+        monkeypatch.setattr("dte_dist.sync.versioned_snapshot.SEGMENT", 64)
 
 
 def chooser_of(codec: str) -> CodecSelector:
@@ -251,17 +251,17 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
     pair = pair_spaces(own, theirs)
     schedule = ChunkPlan({0: {2: pair[2].numel}}, 600)
     lane = Lane(
-        schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
+        1, schedule.chunks(0), {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
     )
     trained, copy = full[:, 20:50].contiguous(), full[part].clone()
     source = Coded(codec, {"w": trained}).source
     target = Target(FlatTensors([copy], 2), {0: build_index_maps(pair[2], theirs[2])})
-    lanes = P2PLanes(0, {1: lane})
+    lanes = Lanes(0, [lane])
     for density, near in ((0.1, True), (1.0, True), (0.6, False), (0.02, True)):
         step({"w": trained}, rng, density, near)
         source.prepare(source.state.version + 1, False, Phases(), lanes=lanes, selector=chooser_of(codec))
-        made = lane_step(
-            SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 1
+        made = SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1).of_lane(
+            1
         )
         staged = StagedPatch()
         for chunk, frame in zip(lane.chunks, source.frames(), strict=True):
@@ -269,7 +269,7 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
                 read_frame(frame, made.frame_head(0, len(lane.chunks), chunk)) if len(frame) else ()
             ):
                 staged.add(target, 0, segment)
-        staged.apply({2: target})
+        staged.apply()
         source.commit(source.state.version + 1, source.state.lineage, full=False)
         full[:, 20:50] = trained
         assert torch.equal(bits_of(copy[:, 20:50]), bits_of(full[part, 20:50]))
@@ -305,7 +305,7 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
     staged.add(target, 0, Segment(0, 20, None if dense else positions, distances, relative=True))
     expected = torch.arange(20, dtype=torch.int16)
     assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
-    staged.apply({2: target})
+    staged.apply()
     expected[[0, 6, 19]] += torch.tensor([5, -3, 7], dtype=torch.int16)
     assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
 
@@ -326,7 +326,7 @@ def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> Non
     trained = random((6, 8), torch.bfloat16, rng)
     copies = [trained[:, :3].clone(), trained[2:5].clone()]
     chunks = ChunkPlan({0: {2: pair[2].numel}}, 64).chunks(0)
-    lane = Lane(chunks, {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
+    lane = Lane(0, chunks, {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
     target = Target(FlatTensors(copies, 2), {0: build_index_maps(pair[2], theirs[2])})
     source = Coded(codec, {"w": trained}).source
     for density in (0.3, 0.9):
@@ -335,19 +335,17 @@ def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> Non
             source.state.version + 1,
             False,
             Phases(),
-            lanes=P2PLanes(0, {0: lane}),
+            lanes=Lanes(0, [lane]),
             selector=chooser_of(codec),
         )
         made, staged = (
-            lane_step(
-                SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1), 0
-            ),
+            SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1).of_lane(0),
             StagedPatch(),
         )
         for chunk, frame in zip(chunks, source.frames(), strict=True):
             for segment in read_frame(frame, made.frame_head(0, len(chunks), chunk)) if len(frame) else ():
                 staged.add(target, 0, segment)
-        staged.apply({2: target})
+        staged.apply()
         source.commit(source.state.version + 1, source.state.lineage, full=False)
         assert torch.equal(bits_of(copies[0]), bits_of(trained[:, :3])) and torch.equal(
             bits_of(copies[1]), bits_of(trained[2:5])
