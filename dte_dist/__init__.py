@@ -5,10 +5,8 @@ elements.
 from pathlib import Path
 
 from dte_dist.api import delta_broadcast, delta_p2p, verify
+from dte_dist.codec.named_tensors import Payload, payload_of
 from dte_dist.detect.snapshot import Detector
-from dte_dist.engine.delta_engine import DeltaEngine, reconstruct_against_base
-from dte_dist.engine.payload import payload_of
-from dte_dist.engine.tracker import DeltaTracker
 from dte_dist.errors import (
     ApplyFailed,
     ChannelClosed,
@@ -28,9 +26,11 @@ from dte_dist.plan import Plan, TransferOp, remap_delta_indices
 from dte_dist.plan.model_map import RankLayout
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.sync.background import DeltaWork
+from dte_dist.sync.engine import DeltaEngine, reconstruct_against_base
 from dte_dist.sync.registry import close, invalidate
+from dte_dist.sync.tracker import DeltaTracker
 from dte_dist.sync.warm import warm
-from dte_dist.transport.base import Payload, Transport
+from dte_dist.transport.base import Transport
 from dte_dist.transport.loopback import LoopbackTransport
 from dte_dist.transport.process_group import ProcessGroupTransport
 from dte_dist.version import find_version

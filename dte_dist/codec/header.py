@@ -18,6 +18,7 @@ __all__ = [
     "CHECKSUM_WORD",
     "ENTRY",
     "HEAD",
+    "NONE",
     "SYNC_AGAIN",
     "FrameHead",
     "check_head",
@@ -27,6 +28,9 @@ __all__ = [
     "read_head",
     "unpack_head",
 ]
+
+NONE: Final = -1
+"""A version that is not there, in memory and on the wire."""
 
 MAGIC: Final = b"DTEF"
 FORMAT: Final = 3

@@ -70,6 +70,16 @@ class Fingerprint:
             )
         )
 
+    def differences(self, other: Fingerprint) -> list[int]:
+        """Return the indices of tensors that show that they were written to or replaced in between; both are
+        of as many tensors.
+        """
+        odd = (self.addresses != other.addresses) | (self.versions != other.versions)
+        uncounted = np.flatnonzero(self.versions < 0)
+        if np.array_equal(uncounted, np.flatnonzero(other.versions < 0)):
+            odd[uncounted] |= self.digests != other.digests
+        return np.flatnonzero(odd).tolist()
+
 
 def external_writes(
     before: Fingerprint, now: Fingerprint, own: np.ndarray, tensors: Sequence[Tensor]

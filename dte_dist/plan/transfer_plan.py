@@ -20,7 +20,7 @@ import numpy as np
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block, Layout, Manifest
 from dte_dist.plan.coverage import disjoint
-from dte_dist.plan.flat_space import BlockTable, FlatSpace
+from dte_dist.plan.flat_space import BlockTable, FlatSpace, Pieces
 from dte_dist.plan.model_map import ModelMap, RankLayout, Slot
 from dte_dist.plan.overlap import axis_of
 from dte_dist.plan.transfer_ops import Box, Boxes, Ends, Group, TransferOp, TransferOps
@@ -65,6 +65,15 @@ class Held:
         slot, rank, entry, block = joined
         return cls(table, slot, rank, entry, block, np.searchsorted(slot, np.arange(slots + 1)))
 
+    def of_rank(self, rank: int) -> Pieces:
+        """Return the pieces of one rank."""
+        mine = self.rank == rank
+        return Pieces(self.table, self.slot[mine], self.entry[mine], self.block[mine])
+
+    def blocks_of(self, rank: int) -> dict[tuple[int, int], Block]:
+        """Return what a rank holds, by number of the slot and entry."""
+        return {(piece.slot, piece.entry): piece.block for piece in self.of_rank(rank)}
+
     def at(self, slot: int) -> slice:
         """Return where the pieces of a slot are."""
         return slice(int(self.borders[slot]), int(self.borders[slot + 1]))
@@ -92,7 +101,7 @@ class Plan:
         ops: a sequence of `TransferOp`, in order of slot, sender and receiver; they are made when they are
             looked at.
         slots: of the model, sorted by name.
-        held: what the receivers hold.
+        sent, held: what the sources contribute, and what the receivers hold.
         contributed: by source, bytes on the wire that it contributes; first the root of the broadcast.
 
     Example:
@@ -105,6 +114,7 @@ class Plan:
 
     ops: Sequence[TransferOp]
     slots: tuple[Slot, ...]
+    sent: Held
     held: Held
     contributed: Mapping[int, int]
 
@@ -157,7 +167,11 @@ class Plan:
             for rank, spaces in model.source_spaces.items()
         }
         return cls(
-            _BlockOverlap(sent, held).ops(model.slots), model.slots, held, {root: sizes.pop(root), **sizes}
+            _BlockOverlap(sent, held).ops(model.slots),
+            model.slots,
+            sent,
+            held,
+            {root: sizes.pop(root), **sizes},
         )
 
     @cached_property
@@ -214,6 +228,23 @@ class Plan:
                         _refuse(name, [int(recv.ranks[row])], "do not cover every element exactly once")
         for slot in sorted(left):
             _same_tensors(columns.slots[slot].name, self._tensors(slot), set())
+
+    def refuse_other_ops(self) -> None:
+        """Check that the ops are those between what sources contribute and receivers hold.
+
+        Raises:
+            LayoutMismatch: they are others, so that blocks and ops would not copy the same elements.
+
+        Example:
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> dte_dist.Plan.between({0: layout}, {1: layout}).refuse_other_ops()
+        """
+        if _BlockOverlap(self.sent, self.held).ops(self.slots).digest() != self.digest():
+            what, hint = (
+                "the ops of a plan are not those of its blocks",
+                "take all ops of Plan.between, as they are",
+            )
+            raise LayoutMismatch(what, hint=hint)
 
     def _tensors(self, slot: int) -> set[tuple[int, int]]:
         """Return (rank, entry) of the receivers' tensors of a slot."""

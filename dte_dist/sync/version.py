@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dte_dist.codec import FrameHead
+from dte_dist.codec.header import NONE
 from dte_dist.detect.fingerprint import Fingerprint
 from dte_dist.detect.snapshot import Snapshot
 from dte_dist.plan.chunks import Chunk
 
 __all__ = ["NONE", "SyncStep", "VersionState"]
-
-NONE: Final = -1
-"""A version that is not there, in memory and on the wire."""
 
 _LANE: Final = 0x9E3779B97F4A7C15
 """Mixed into the schema of a lane's frames, times its number."""

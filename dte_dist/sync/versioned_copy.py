@@ -70,6 +70,15 @@ class VersionedCopy:
         if self.state.version != NONE and (held is None or not held.same(begun)):
             self.state.invalidate(WRITTEN)
 
+    def written(self) -> list[str]:
+        """Return the names of tensors that somebody else wrote to, or replaced, between the last commit and
+        `begin_with`.
+        """
+        held, begun = self.state.fingerprint, self._begun
+        if held is None or begun is None:
+            return []
+        return [self._names[index] for index in held.differences(begun)]
+
     def find(self, read: Callable[[], LiveTensors], index_maps: IndexMaps) -> Fingerprint:
         """Find the live tensors, to which nothing has been written yet; return their fingerprint."""
         local = self._local = read()

@@ -1,20 +1,18 @@
-"""Transports carry payloads from senders to their receivers: the interface, and the payload itself.
+"""Transports carry payloads from senders to their receivers: the interface.
 
-A transport moves whole payloads and never looks into them. `engine.payload` says what the tensors of a
+A transport moves whole payloads and never looks into them. `codec.named_tensors` says what the tensors of a
 payload mean.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from torch import Tensor
+from dte_dist.codec.named_tensors import Payload
 
-__all__ = ["TIMEOUT", "Payload", "Transport", "check_timeout"]
+__all__ = ["TIMEOUT", "Transport", "check_timeout"]
 
 TIMEOUT: Final = timedelta(minutes=10)
 """How long any one wait for another rank may take, unless the caller says otherwise."""
@@ -24,51 +22,6 @@ _SHORTEST: Final = 1e-3
 
 _LONGEST: Final = 1e9
 """Seconds; past 292 years the nanoseconds of a deadline do not fit the integers that torch counts them in."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Payload:
-    """Everything that leads from one version of what a sender holds to the next, as named tensors; nobody
-    writes to them any more.
-
-    Attributes:
-        version: that it makes.
-        base_version: that it starts from; -1 if it is full.
-        full: every tensor is there, whole.
-        tensors: by name, whole tensors or pairs of positions and values, and a header, which a full payload
-            may lack; see `engine.payload`.
-        lineage: random number of the run that holds `version`, 0 if not known; receivers tell a restart by
-            it.
-        base_lineage: the same of `base_version`; it differs where a push in between may or may not have
-            arrived.
-        sender: rank of the sender in the plan; 0 if there is no plan.
-        plan: digest of the plan, if the sender is one of several and sends its share of each tensor; empty if
-            it sends whole tensors.
-
-    Example:
-        >>> payload = Payload(8, 7, False, {})
-        >>> payload.nbytes, payload.sender
-        (0, 0)
-    """
-
-    version: int
-    base_version: int
-    full: bool
-    tensors: Mapping[str, Tensor]
-    lineage: int = 0
-    base_lineage: int = 0
-    sender: int = 0
-    plan: bytes = b""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors.
-
-        Example:
-            >>> dte_dist.payload_of({"w": torch.zeros(3, dtype=torch.bfloat16)}, version=1).nbytes
-            6
-        """
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 class Transport(ABC):

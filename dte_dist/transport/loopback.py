@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+from dte_dist.codec.named_tensors import Payload
 from dte_dist.errors import ChannelClosed, PeerLost, VersionGap
-from dte_dist.transport.base import Payload, Transport, check_timeout
+from dte_dist.transport.base import Transport, check_timeout
 
 __all__ = ["LoopbackTransport"]
 

@@ -37,6 +37,8 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
+from dte_dist.codec.named_tensors import Payload
+from dte_dist.codec.payload_bytes import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
 from dte_dist.errors import (
     ChannelClosed,
     DeltaError,
@@ -51,10 +53,9 @@ from dte_dist.liveness.watch import Watch
 from dte_dist.plan.transfer_plan import Plan
 from dte_dist.tensors.flat import BITS
 from dte_dist.transport.all_or_none import AgreedError, capture, capture_error, end_together, raise_if_any
-from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
+from dte_dist.transport.base import TIMEOUT, Transport, check_timeout
 from dte_dist.transport.buffers import Frame, explain_memory
 from dte_dist.transport.communicator import Communicator, Group, Membership
-from dte_dist.transport.packing import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
 from dte_dist.transport.roles import Roles, mover
 
 __all__ = ["ProcessGroupTransport"]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dte_dist.codec.payload_bytes import PIECE, piece_sizes
 from dte_dist.plan.transfer_plan import Plan
 from dte_dist.report import Phases
 from dte_dist.transport.broadcast import BucketedBroadcast
 from dte_dist.transport.buffers import Frame
 from dte_dist.transport.communicator import Communicator
 from dte_dist.transport.p2p import PairwiseExchange
-from dte_dist.transport.packing import PIECE, piece_sizes
 
 __all__ = ["Move", "Roles", "Take", "mover"]
 

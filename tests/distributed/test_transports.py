@@ -32,7 +32,7 @@ from dte_dist import (
     VersionReplay,
     VersionRestart,
 )
-from dte_dist.engine.payload import HEADER
+from dte_dist.codec.named_tensors import HEADER
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 from tests.distributed.shares import warm

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import dte_dist
 from dte_dist import kernels
-from dte_dist.engine.payload import Change, write_payload
+from dte_dist.codec.named_tensors import Change, write_payload
 from dte_dist.errors import PeerLost
 from dte_dist.sync.exclusive import exclusive
 from dte_dist.transport.broadcast import BucketedBroadcast

@@ -24,7 +24,6 @@ ORDER = [
     "transport",
     "options",
     "sync",
-    "engine",
     "api",
 ]
 """Folders and files of the package, each after all that it imports."""

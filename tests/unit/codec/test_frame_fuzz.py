@@ -32,15 +32,14 @@ from dte_dist.codec import (
     read_head,
 )
 from dte_dist.codec.header import CHECKSUM_WORD
-from dte_dist.engine.payload import (
+from dte_dist.codec.named_tensors import (
     HEADER,
     MAGIC,
     Change,
-    apply_changes,
-    check_changes,
-    read_payload,
     write_payload,
 )
+from dte_dist.codec.payload_bytes import Arrival, Incoming, Packed, piece_sizes
+from dte_dist.codec.payload_bytes import Description as PayloadDescription
 from dte_dist.errors import FrameError, PeerLost, from_wire, to_wire
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
@@ -54,13 +53,12 @@ from dte_dist.sync.agreement import _check_numbers, _unflatten, describe
 from dte_dist.sync.control import NONE, ControlRow, common_version, decide
 from dte_dist.sync.description import Description as RankDescription
 from dte_dist.sync.description import check_counts
+from dte_dist.sync.engine import apply_payload
 from dte_dist.sync.protocol import Sync, _check_calls
 from dte_dist.sync.row_bounds import check_rows
 from dte_dist.tensors.flat import BITS
 from dte_dist.transport.all_or_none import AgreedError
 from dte_dist.transport.guard import guard_of
-from dte_dist.transport.packing import Arrival, Incoming, Packed, piece_sizes
-from dte_dist.transport.packing import Description as PayloadDescription
 from dte_dist.transport.process_group import _check_rows
 from tests.unit.fuzzing import EXTREMES, damage_bytes, damage_json, fuzz, limited_memory
 
@@ -608,9 +606,7 @@ def payload_of_tensors(rng: Random) -> str:
     wrong = rng.choice([*EXTREMES, None, 7.0, "7"]) if rng.random() < 0.1 else 7
     payload = Payload(wrong, -1 if full else 4, full, MappingProxyType(tensors))
     targets = {name: tensor.clone() for name, tensor in BASE.items()}
-    read = read_payload(payload)
-    check_changes(read, targets, full=full)
-    apply_changes(read, targets)
+    apply_payload(payload, targets)
     assert all(targets[name].shape == tensor.shape for name, tensor in BASE.items())
     return "applied"
 

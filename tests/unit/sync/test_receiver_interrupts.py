@@ -34,7 +34,7 @@ FILES = (
     "sync/receiver.py",
     "sync/versioned_copy.py",
     "sync/staging.py",
-    "engine/tracker.py",
+    "sync/tracker.py",
 )
 """All that holds something between syncs."""
 
@@ -372,7 +372,7 @@ def test_an_interrupted_diff_or_rollback_of_a_tracker_loses_no_change() -> None:
     def arrived() -> tuple[Told, Callable[[], object]]:
         """As an engine whose transport failed after it had sent."""
         told, call = rollback()
-        lineages[:] = [told.tracker._pending.payload.lineage]  # type: ignore[union-attr]
+        lineages[:] = [told.tracker._pending.lineage]  # type: ignore[union-attr]
         return told, call
 
     for where, told in every_line(arrived):

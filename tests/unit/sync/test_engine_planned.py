@@ -23,7 +23,7 @@ from dte_dist import (
     VersionGap,
     VersionRestart,
 )
-from dte_dist.engine.payload import HEADER, INDEX, MAGIC, VALUE
+from dte_dist.codec.named_tensors import HEADER, INDEX, MAGIC, VALUE
 from dte_dist.errors import DeltaError
 from dte_dist.plan.model_map import RankLayout
 from tests.distributed.cases import random_bits, same_bits
@@ -281,7 +281,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor], int], dict[str, Tensor]], 
     "outside the tensor": (
         lambda said, _: said | {"w@delta_idx": i32(3, 48)},
         FrameError,
-        "outside its slot",
+        "outside its tensor",
     ),
     "int64": (
         lambda said, own: said | {"w@delta_idx": torch.tensor([own, own + 3])},

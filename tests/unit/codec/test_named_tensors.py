@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import FrameError, LayoutMismatch, Payload, reconstruct_against_base
-from dte_dist.engine.payload import (
+from dte_dist.codec.named_tensors import (
     HEADER,
     MAGIC,
     Change,
-    apply_changes,
-    check_changes,
     payload_of,
     read_payload,
     refuse_reserved,
     write_payload,
 )
 from dte_dist.errors import DeltaError
+from dte_dist.sync.engine import apply_payload
 
 BASE = {"w": torch.arange(12, dtype=torch.float32).view(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
@@ -155,8 +154,7 @@ def test_names_of_one_memory_must_get_one_change() -> None:
     weight = torch.zeros(4)
     targets = {"a": weight, "b": weight}
     same = [Change(name, i32(1), torch.ones(1)) for name in targets]
-    check_changes(same, targets, full=False)
-    apply_changes(same, targets)
+    apply_payload(write_payload(7, 4, same), targets)
     assert weight.tolist() == [0, 1, 0, 0]
     for other in (
         [same[0]],
@@ -164,7 +162,7 @@ def test_names_of_one_memory_must_get_one_change() -> None:
         [same[0], Change("b", i32(1), torch.zeros(1))],
     ):
         with pytest.raises(LayoutMismatch, match="share memory"):
-            check_changes(other, targets, full=False)
+            apply_payload(write_payload(7, 4, other), targets)
 
 
 NUMBERS = st.one_of(st.integers(-3, 15), st.integers(-(1 << 62), 1 << 62), st.sampled_from([MAGIC, 7, 4]))

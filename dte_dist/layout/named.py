@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.entries import EntryBuilder, wait_collective
 from dte_dist.layout.names import refuse_duplicates
+from dte_dist.tensors.devices import home_of
+from dte_dist.tensors.live import LiveTensors
 
-__all__ = ["NamedTensors", "Slots", "named", "refuse_difference", "slots_of"]
+__all__ = ["NamedTensors", "Slots", "named", "read_named", "refuse_difference", "slots_of"]
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """A mapping, or pairs as `module.named_parameters()` gives them."""
@@ -70,6 +73,22 @@ def _usable(describer: EntryBuilder, name: str, tensor: Tensor) -> Tensor:
     return wait_collective(tensor)
 
 
+def read_named(tensors: Mapping[str, Tensor]) -> LiveTensors:
+    """Return what the hot path wants to know of named tensors; on one device, see `tensors.devices`.
+
+    Raises:
+        LayoutMismatch: they are on several accelerators; names some.
+
+    Example:
+        >>> read_named({"w": torch.zeros(2, 3)}).numels.tolist()
+        [6]
+    """
+    held = list(tensors.values())
+    home, away = home_of(held, list(tensors))
+    read = replace(LiveTensors.of(held), device=home)
+    return read.at_home(away) if away else read
+
+
 def slots_of(tensors: Mapping[str, Tensor]) -> Slots:
     """Return shape and dtype of each tensor.
 
@@ -80,13 +99,14 @@ def slots_of(tensors: Mapping[str, Tensor]) -> Slots:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def refuse_difference(expected: Slots, got: Slots, *, what: str) -> None:
+def refuse_difference(expected: Slots, got: Slots, *, what: str, ranks: Sequence[int] | None = None) -> None:
     """Compare names, shapes and dtypes.
 
     Args:
         expected: as it was agreed on.
         got: as it is now.
         what: whose tensors these are, for the text of the error.
+        ranks: whose, for the same.
 
     Raises:
         LayoutMismatch: names what is missing, extra or different.
@@ -100,9 +120,10 @@ def refuse_difference(expected: Slots, got: Slots, *, what: str) -> None:
                 f" and {len(names) - 8} more" if len(names) > 8 else ""
             )
             hint = "give the same names on both sides; an iterator that was used before gives none"
-            raise LayoutMismatch(f"{what}: {fault} are {shown}", tensor=min(names), hint=hint)
+            raise LayoutMismatch(f"{what}: {fault} are {shown}", tensor=min(names), ranks=ranks, hint=hint)
     for name, (shape, dtype) in expected.items():
-        if got[name][0] != shape:
-            raise LayoutMismatch(f"{what}: another shape", tensor=name, expected=shape, got=got[name][0])
-        if got[name][1] != dtype:
-            raise LayoutMismatch(f"{what}: another dtype", tensor=name, expected=dtype, got=got[name][1])
+        for kind, wanted, found in zip(("shape", "dtype"), (shape, dtype), got[name], strict=True):
+            if wanted != found:
+                raise LayoutMismatch(
+                    f"{what}: another {kind}", tensor=name, ranks=ranks, expected=wanted, got=found
+                )

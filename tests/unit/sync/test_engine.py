@@ -14,7 +14,6 @@ import dte_dist
 from dte_dist import (
     ApplyFailed,
     DeltaEngine,
-    DeltaTracker,
     FrameError,
     LayoutMismatch,
     LoopbackTransport,
@@ -23,8 +22,9 @@ from dte_dist import (
     VersionGap,
     VersionReplay,
 )
-from dte_dist.engine import ends
-from dte_dist.engine.payload import flat_bits
+from dte_dist.codec.named_tensors import flat_bits
+from dte_dist.detect.snapshot import Snapshot
+from dte_dist.sync.staging import StagedPatch
 
 DTYPES = (
     torch.bfloat16,
@@ -324,7 +324,7 @@ def test_writing_that_breaks_off_leaves_no_version(monkeypatch: pytest.MonkeyPat
         raise MemoryError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ends, "write_changes", broken)
+        patch.setattr(StagedPatch, "apply", broken)
         with pytest.raises(ApplyFailed, match="MemoryError"):
             pair.pull(2)
     assert pair.receiver.version == -1
@@ -343,7 +343,7 @@ def test_a_copy_that_cannot_be_written_sends_everything_next(monkeypatch: pytest
         raise MemoryError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DeltaTracker, "_write", broken)
+        patch.setattr(Snapshot, "commit", broken)
         with pytest.raises(MemoryError):
             pair.push(2)
     assert pair.step(3).full

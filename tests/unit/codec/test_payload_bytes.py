@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dte_dist import FrameError, LayoutMismatch, Payload
+from dte_dist.codec import payload_bytes as packing
+from dte_dist.codec.payload_bytes import Arrival, Description, Incoming, Packed, piece_sizes
 from dte_dist.layout import DTYPES
-from dte_dist.transport import packing
-from dte_dist.transport.packing import Arrival, Description, Incoming, Packed, piece_sizes
 
 CPU = torch.device("cpu")
 

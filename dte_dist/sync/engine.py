@@ -2,43 +2,44 @@
 other.
 
 Senders and receivers of one engine know nothing of each other but the plan, if there is one, and what the
-    transport carries: they may be one object in one process, or many on many machines. An engine is used by
-    one thread per side.
+transport carries: they may be one object in one process, or many on many machines. An engine is used by one
+thread per side.
 
-1. `push` finds what changed since the version pushed last (`engine.tracker`), gives it to the transport, and
+1. `push` finds what changed since the version pushed last (`sync.tracker`), gives it to the transport, and
    only then moves on.
 2. `pull` waits for the payload of every sender that this rank needs, and checks each by itself, against the
-   version held, and against the targets (`engine.ends`). A delta must start from the version held, and from
-   the same lineage where both are known. A `Payload` made of the bare tensors of a Delta Transfer Engine has
-   none, and goes by its version alone.
-3. Only if all of them are sound it writes. A receiver that fails while writing, or whose targets somebody
-   else wrote to, has no version; full payloads of all its senders give it one again.
+   version held, and against the targets (`sync.named_sides`). A delta must start from the version held, and
+   from the same lineage where both are known. A `Payload` made of the bare tensors of a Delta Transfer Engine
+   has none, and goes by its version alone.
+3. Only if all of them are sound it writes (`sync.versioned_copy`). A receiver that fails while writing, or
+   whose targets somebody else wrote to, has no version; full payloads of all its senders give it one again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dte_dist.engine.ends import Ends, Given, WholeEnds
-from dte_dist.engine.named import NamedTensors, Slots, named, refuse_difference, slots_of
-from dte_dist.engine.payload import Change, apply_changes, check_version, read_payload
-from dte_dist.engine.shared import SharedEnds
-from dte_dist.engine.tracker import DeltaTracker
+from dte_dist.codec.header import NONE
+from dte_dist.codec.named_tensors import Change, Payload, check_version, read_payload
 from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
-from dte_dist.layout import refuse_overlaps
+from dte_dist.layout.named import NamedTensors, Slots, named, refuse_difference
 from dte_dist.plan import Plan
-from dte_dist.sync.version import NONE
-from dte_dist.transport.base import TIMEOUT, Payload, Transport, check_timeout
+from dte_dist.sync.named_changes import segments_of
+from dte_dist.sync.named_sides import Given, Incoming, PlannedTensors, WholeTensors
+from dte_dist.sync.tracker import DeltaTracker
+from dte_dist.sync.version import VersionState
+from dte_dist.sync.versioned_copy import VersionedCopy
+from dte_dist.transport.base import TIMEOUT, Transport, check_timeout
 
-__all__ = ["DeltaEngine", "Staged", "reconstruct_against_base"]
+__all__ = ["DeltaEngine", "Staged", "apply_payload", "reconstruct_against_base"]
 
 _IN_FULL = "push a full version: push(..., full=True)"
 
@@ -54,23 +55,6 @@ class Staged:
 
     version: int
     parts: tuple[tuple[Payload, tuple[Change, ...]], ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """The version that the targets of a receiver hold.
-
-    Attributes:
-        version: NONE before the first full one, when writing broke off, and when somebody else wrote to them.
-        lineages: by sender, of that version.
-        slots: names, shapes and dtypes of the targets.
-        marks: by name, their addresses and version counters, as the last pull left them.
-    """
-
-    version: int = NONE
-    lineages: Mapping[int, int] = field(default_factory=dict)
-    slots: Slots = field(default_factory=dict)
-    marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class DeltaEngine:
@@ -143,11 +127,14 @@ class DeltaEngine:
             raise ValueError(f"anchor_interval is a positive int or None, not {anchor_interval!r}")
         self._transport, self._mode, self._anchor = transport, mode, anchor_interval
         self._timeout = check_timeout(timeout)
-        self._ends = _ends(plan, rank)
+        self._side = _side(plan, rank)
         self.tracker = DeltaTracker(
             sparse_bytes_ratio=sparse_bytes_ratio, keep=mode == "delta", header=header
         )
-        self._copy = _Copy()
+        self._state = VersionState()
+        self._lineages: Mapping[int, int] = {}
+        self._copy = VersionedCopy({}, [], self._state)
+        self._incoming: Incoming | None = None
 
     @property
     def version(self) -> int:
@@ -163,7 +150,7 @@ class DeltaEngine:
             >>> engine.version
             7
         """
-        return self._copy.version
+        return self._state.version
 
     def push(self, tensors: Given, version: int, *, full: bool = False) -> None:
         """Send what leads from the version pushed last to `version`; everything if there is none, or an
@@ -197,12 +184,11 @@ class DeltaEngine:
         """
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
         with self._telling():
-            outgoing = self._ends.outgoing(tensors)
-            payload = self.tracker.diff(
-                outgoing.tensors, version, full=full or anchor or self._mode == "full", wire=outgoing.wire
+            payload = self._side.push(
+                self.tracker, tensors, version, full=full or anchor or self._mode == "full"
             )
         try:
-            self._transport.send(self._ends.address(payload), timeout=self._timeout)
+            self._transport.send(payload, timeout=self._timeout)
         except BaseException:
             self.tracker.rollback()
             raise
@@ -262,10 +248,10 @@ class DeltaEngine:
         with self._telling():
             check_version(version)
         deadline = time.monotonic() + self._timeout
-        payloads = [self._receive(version, sender, deadline) for sender in self._ends.senders]
+        payloads = [self._receive(version, sender, deadline) for sender in self._side.senders]
         parts = tuple((payload, read_payload(payload)) for payload in payloads)
         for payload in payloads:
-            _check_chain(payload, self._copy)
+            self._check_chain(payload)
         return Staged(version, parts)
 
     def _receive(self, version: int, sender: int, deadline: float) -> Payload:
@@ -303,38 +289,100 @@ class DeltaEngine:
             >>> copy
             tensor([1., 1., 1.])
         """
-        copy = self._copy
         for payload, _ in staged.parts:
-            _check_chain(payload, copy)
-        tensors = self._ends.targets(targets)
-        _refuse_overlaps(tensors)
-        slots = slots_of(tensors)
-        if not all(payload.full for payload, _ in staged.parts):
-            refuse_difference(copy.slots, slots, what="the targets of the pull before and of this one")
-            self._refuse_disturbed(tensors)
-        landed = [self._ends.land(payload, changes, tensors) for payload, changes in staged.parts]
-        copy.version = NONE
+            self._check_chain(payload)
+        local, incoming = self._side.targets(targets)
+        is_full = all(payload.full for payload, _ in staged.parts)
+        if not is_full:
+            held: Slots = {} if self._incoming is None else self._incoming.slots
+            refuse_difference(held, incoming.slots, what="the targets of the pull before and of this one")
+        for payload, changes in staged.parts:
+            self._side.check(payload, changes, incoming, local.live.tensors)
+        copy = self._copy_of(incoming)
         try:
-            for each in landed:
-                each.write()
+            copy.begin_with(lambda: local, incoming.index_maps)
+            if not is_full:
+                self._refuse_written(copy)
+            for payload, changes in staged.parts:
+                _stage(copy, incoming, payload.sender, changes)
+            self._write(copy, incoming, staged)
+        finally:
+            copy.rollback()
+
+    def _copy_of(self, incoming: Incoming) -> VersionedCopy:
+        """Return the copy that targets like these are; it takes over the version."""
+        if incoming is self._incoming:
+            return self._copy
+        return VersionedCopy(incoming.spaces, list(incoming.slots), self._state)
+
+    def _write(self, copy: VersionedCopy, incoming: Incoming, staged: Staged) -> None:
+        """Write what is staged into place, and move to its version."""
+        # First: whatever these targets are, they hold no version until all is written.
+        self._state.version = NONE
+        self._copy, self._incoming = copy, incoming
+        try:
+            copy.apply()
         except Exception as error:
             raise ApplyFailed(
                 "writing a payload into place broke off",
                 got=f"{type(error).__name__}: {error}",
                 hint=_IN_FULL,
             ) from error
-        copy.lineages = {payload.sender: payload.lineage for payload, _ in staged.parts}
-        copy.version, copy.slots, copy.marks = staged.version, slots, _marks(tensors)
+        self._lineages = {payload.sender: payload.lineage for payload, _ in staged.parts}
+        copy.commit(staged.version, 0, full=all(payload.full for payload, _ in staged.parts))
 
-    def _refuse_disturbed(self, tensors: Mapping[str, Tensor]) -> None:
+    def _refuse_written(self, copy: VersionedCopy) -> None:
         """Refuse targets that are not what the last pull left; they hold no version then."""
-        disturbed = dict(_marks(tensors).items() - self._copy.marks.items())
-        if disturbed:
-            self._copy.version = NONE
+        if self._state.version == NONE:
+            written = copy.written()
             what = "somebody else wrote to the targets since the last pull, or replaced them"
             raise VersionGap(
-                what, tensor=min(disturbed), got=f"{len(disturbed)} of {len(tensors)} tensors", hint=_IN_FULL
+                what, tensor=min(written, default=None), got=f"{len(written)} tensors", hint=_IN_FULL
             )
+
+    def _check_chain(self, payload: Payload) -> None:
+        """Check that a payload leads from the version held to a later one; a full one may come from another
+        lineage.
+        """
+        fault: tuple[type[VersionError], str] | None = None
+        held, lineage = self._state.version, self._lineages.get(payload.sender, 0)
+        if held == NONE:
+            fault = None if payload.full else (VersionGap, "a delta came before anything it could start from")
+        elif payload.version <= held and _differ(payload.lineage, lineage):
+            fault = VersionRestart, "a version comes from another run, which counts anew"
+        elif payload.version <= held:
+            fault = VersionReplay, "a version came that is held already, or a newer one"
+        elif payload.full:
+            fault = None
+        elif payload.base_version > held:
+            fault = VersionGap, "a delta starts from a later version than is held"
+        elif payload.base_version < held or _differ(payload.base_lineage, lineage):
+            fault = VersionRestart, "a delta comes from another run, or from before a push that broke off"
+        if fault is not None:
+            kind, what = fault
+            hint = "make a new engine, or push a full version above the one held"
+            if kind is VersionReplay:  # without a lineage, a new run looks like an old version
+                hint = "drop it" if payload.lineage else f"drop it; if its sender started anew, {hint}"
+            raise kind(
+                what,
+                ranks=[payload.sender] if payload.plan else None,
+                expected=f"from {held} on",
+                got=f"{'full' if payload.full else payload.base_version} -> {payload.version}",
+                hint=_IN_FULL if kind is VersionGap else hint,
+            )
+
+
+def _stage(copy: VersionedCopy, incoming: Incoming, sender: int, changes: Sequence[Change]) -> None:
+    """Stage the changes of one sender in each space of their width."""
+    for width, segment in segments_of(changes, incoming.senders[sender]):
+        for number, space in incoming.spaces.items():
+            if space.width == width:
+                copy.stage(number, sender, segment)
+
+
+def _differ(one: int, other: int) -> bool:
+    """Return whether two lineages are known to be different ones."""
+    return one != other and 0 not in (one, other)
 
 
 def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> dict[str, Tensor]:
@@ -357,12 +405,34 @@ def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> di
         >>> dte_dist.reconstruct_against_base(payload, {"w": torch.zeros(2)})
         {'w': tensor([1., 1.])}
     """
-    base, changes = named(base_tensors), read_payload(payload)
-    WholeEnds().land(payload, changes, base)
+    base, changes, side = named(base_tensors), read_payload(payload), WholeTensors()
+    local, incoming = side.targets(base)
+    side.check(payload, changes, incoming, local.tensors)
     whole = {change.name for change in changes if change.positions is None}
     made = {name: _copy(tensor, filled=name not in whole) for name, tensor in base.items()}
-    apply_changes(changes, made)
+    apply_payload(payload, made)
     return made
+
+
+def apply_payload(payload: Payload, tensors: Mapping[str, Tensor]) -> None:
+    """Write a payload into named tensors in place, whatever version they hold; all checks come first.
+
+    Raises:
+        FrameError, LayoutMismatch: the payload is damaged or does not fit the tensors; names the tensor.
+
+    Example:
+        >>> weights = {"w": torch.zeros(2)}
+        >>> apply_payload(dte_dist.payload_of({"w": torch.ones(2)}, version=1), weights)
+        >>> weights["w"]
+        tensor([1., 1.])
+    """
+    changes, side = read_payload(payload), WholeTensors()
+    local, incoming = side.targets(tensors)
+    side.check(payload, changes, incoming, local.tensors)
+    copy = VersionedCopy(incoming.spaces, list(incoming.slots))
+    copy.begin_with(lambda: local, incoming.index_maps)
+    _stage(copy, incoming, payload.sender, changes)
+    copy.apply()
 
 
 def _copy(tensor: Tensor, *, filled: bool) -> Tensor:
@@ -373,68 +443,13 @@ def _copy(tensor: Tensor, *, filled: bool) -> Tensor:
     return copy
 
 
-def _refuse_overlaps(targets: Mapping[str, Tensor]) -> None:
-    for device in {tensor.device for tensor in targets.values()}:
-        names = [name for name, tensor in targets.items() if tensor.device == device]
-        refuse_overlaps(names, [targets[name] for name in names])
-
-
-def _ends(plan: Plan | None, rank: int | None) -> Ends:
+def _side(plan: Plan | None, rank: int | None) -> WholeTensors | PlannedTensors:
     if plan is None:
         if rank is not None:
             raise ValueError("rank= is a rank in a plan: pass plan= too")
-        return WholeEnds()
+        return WholeTensors()
     if not isinstance(plan, Plan):
         raise ValueError(f"plan is a Plan, not a {type(plan).__name__}")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
         raise ValueError(f"rank is this process's rank in the plan, not {rank!r}")
-    return SharedEnds(plan, rank)
-
-
-def _marks(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return what changes when somebody writes to a tensor or replaces it; inference tensors count no
-    writes.
-    """
-    return {
-        name: (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
-        for name, tensor in tensors.items()
-    }
-
-
-def _check_chain(payload: Payload, copy: _Copy) -> None:
-    """Check that a payload leads from the version held to a later one; a full one may come from another
-    run.
-    """
-    fault: tuple[type[VersionError], str] | None = None
-    held, lineage = copy.version, copy.lineages.get(payload.sender, 0)
-    if held == NONE:
-        fault = None if payload.full else (VersionGap, "a delta came before anything it could start from")
-    elif payload.version <= held and _differ(payload.lineage, lineage):
-        fault = VersionRestart, "a version comes from another run, which counts anew"
-    elif payload.version <= held:
-        fault = VersionReplay, "a version came that is held already, or a newer one"
-    elif payload.full:
-        fault = None
-    elif payload.base_version > held:
-        fault = VersionGap, "a delta starts from a later version than is held"
-    elif payload.base_version < held or _differ(payload.base_lineage, lineage):
-        fault = VersionRestart, "a delta comes from another run, or from before a push that broke off"
-    if fault is not None:
-        kind, what = fault
-        hint = "make a new engine, or push a full version above the one held"
-        if kind is VersionReplay:  # of a sender that tells no lineage, a new run looks like an old version
-            hint = "drop it" if payload.lineage else f"drop it; if its sender started anew, {hint}"
-        got = f"{'full' if payload.full else payload.base_version} -> {payload.version}"
-        ranks = [payload.sender] if payload.plan else None
-        raise kind(
-            what,
-            ranks=ranks,
-            expected=f"from {held} on",
-            got=got,
-            hint=_IN_FULL if kind is VersionGap else hint,
-        )
-
-
-def _differ(one: int, other: int) -> bool:
-    """Return whether two runs are known to be different ones."""
-    return one != other and 0 not in (one, other)
+    return PlannedTensors(plan, rank)

@@ -7,8 +7,9 @@
 | `w@delta_val` | the new values at these positions, in the dtype of `w` |
 | `w` | all of `w`, instead of the pair |
 
-A tensor that did not change is left out. A sender that is one of several sends its share (`engine.shared`):
-`w@delta_idx` still counts in all of `w`, and a whole `w` is all that the sender holds of it.
+A tensor that did not change is left out. A sender that is one of several sends its parts
+(`plan.sender_space`): `w@delta_idx` still counts in all of `w`, and a whole `w` is all that the sender
+holds of it.
 
 A full payload has every tensor, whole. In the Delta Transfer Engine it has no header: that is how receivers
 tell it from a delta, and they take its version from the caller. Here it has a header, too, with base version
@@ -18,8 +19,8 @@ says the version.
 No tensor says a lineage (`Payload.lineage`). Its number travels beside the tensors where the transport
 carries it, and counts as not known where it does not.
 
-Nothing that is read is believed: `read_payload` checks what a payload says about itself, `check_changes` what
-    it says about the tensors it will be written to; only then does `apply_changes` write.
+Nothing that is read is believed: `read_payload` checks what a payload says about itself,
+`sync.named_changes` what it says about the tensors it will be written to.
 """
 
 from __future__ import annotations
@@ -33,12 +34,11 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.engine.named import named, refuse_difference, slots_of
+from dte_dist.codec.header import NONE
 from dte_dist.errors import FrameError, LayoutMismatch, VersionError
 from dte_dist.layout import brought_home
-from dte_dist.sync.version import NONE
-from dte_dist.tensors.flat import BITS, FlatTensors
-from dte_dist.transport.base import Payload
+from dte_dist.layout.named import named
+from dte_dist.tensors.flat import BITS
 
 __all__ = [
     "CODEC",
@@ -47,16 +47,13 @@ __all__ = [
     "MAGIC",
     "VALUE",
     "Change",
-    "apply_changes",
-    "check_changes",
+    "Payload",
     "check_version",
     "flat_bits",
     "index_dtype",
-    "last_positions",
     "payload_of",
     "read_payload",
     "refuse_reserved",
-    "write_changes",
     "write_payload",
 ]
 
@@ -67,6 +64,51 @@ MAGIC: Final = 0x41574558
 CODEC: Final = 1
 _FIELDS: Final = ("magic", "codec", "version", "base version", "sparse count", "dense count")
 _AGAIN: Final = "nothing of it was applied; push again, in full if it stays"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """Everything that leads from one version of what a sender holds to the next, as named tensors; nobody
+    writes to them any more.
+
+    Attributes:
+        version: that it makes.
+        base_version: that it starts from; -1 if it is full.
+        full: every tensor is there, whole.
+        tensors: by name, whole tensors or pairs of positions and values, and a header, which a full payload
+            may lack; see `codec.named_tensors`.
+        lineage: random number of the run that holds `version`, 0 if not known; receivers tell a restart by
+            it.
+        base_lineage: the same of `base_version`; it differs where a push in between may or may not have
+            arrived.
+        sender: rank of the sender in the plan; 0 if there is no plan.
+        plan: digest of the plan, if the sender is one of several and sends its share of each tensor; empty if
+            it sends whole tensors.
+
+    Example:
+        >>> payload = Payload(8, 7, False, {})
+        >>> payload.nbytes, payload.sender
+        (0, 0)
+    """
+
+    version: int
+    base_version: int
+    full: bool
+    tensors: Mapping[str, Tensor]
+    lineage: int = 0
+    base_lineage: int = 0
+    sender: int = 0
+    plan: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors.
+
+        Example:
+            >>> dte_dist.payload_of({"w": torch.zeros(3, dtype=torch.bfloat16)}, version=1).nbytes
+            6
+        """
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,124 +367,6 @@ def _check_order(changes: Sequence[Change]) -> None:
             raise _bad(
                 "positions of a payload are not sound", name, "strictly ascending, none negative", "others"
             )
-
-
-def check_changes(changes: Sequence[Change], targets: Mapping[str, Tensor], *, full: bool) -> None:
-    """Check what `read_payload` returned against the tensors it is for.
-
-    Args:
-        changes: of one payload.
-        targets: by name, every tensor of the receiver.
-        full: the payload says that every tensor is there.
-
-    Raises:
-        LayoutMismatch: names, shapes or dtypes differ, or names that share memory get different values; names
-            the tensor.
-        FrameError: a position is outside its tensor; names the tensor.
-    """
-    known = slots_of(targets)
-    said = {change.name: _slot(change, targets.get(change.name)) for change in changes}
-    expected = known if full else {name: known[name] for name in said if name in known}
-    refuse_difference(expected, said, what="the payload and the tensors of the receiver")
-    _check_range(changes, targets)
-    _check_ties(changes, targets)
-
-
-def _slot(change: Change, target: Tensor | None) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype that a change says its tensor has; a pair says nothing of the shape."""
-    whole = change.values if change.positions is None or target is None else target
-    return tuple(whole.shape), change.values.dtype
-
-
-def _check_range(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
-    """Check dtypes of positions and the last of each; waits for an accelerator once."""
-    for change in changes:
-        wanted = index_dtype(targets[change.name].numel())
-        if change.positions is not None and change.positions.dtype is not wanted:
-            raise _bad("positions of another dtype", change.name, wanted, change.positions.dtype)
-    for change, last in last_positions(changes):
-        if last >= targets[change.name].numel():
-            raise _bad(
-                "a position is outside its tensor", change.name, f"below {targets[change.name].numel()}", last
-            )
-
-
-def last_positions(changes: Sequence[Change]) -> list[tuple[Change, int]]:
-    """Return the last position of each change that has any; waits for an accelerator once.
-
-    Example:
-        >>> [last for _, last in last_positions([Change("w", torch.tensor([3, 5]), torch.zeros(2))])]
-        [5]
-    """
-    held = [
-        (change, change.positions)
-        for change in changes
-        if change.positions is not None and len(change.positions)
-    ]
-    lasts = torch.stack([positions[-1].to(torch.int64) for _, positions in held]).tolist() if held else []
-    return [(change, last) for (change, _), last in zip(held, lasts, strict=True)]
-
-
-def _check_ties(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
-    """Check that names of one memory get one change."""
-    by_name = {change.name: change for change in changes}
-    first: dict[object, str] = {}
-    for name, tensor in targets.items():
-        tie = first.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
-        if tie != name and not _equal(by_name.get(tie), by_name.get(name)):
-            hint = "tie them on the side of the sender too, or give them memory of their own"
-            raise LayoutMismatch(
-                f"{tie} and {name} share memory but get different values", tensor=name, hint=hint
-            )
-
-
-def _equal(one: Change | None, other: Change | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.positions is None or other.positions is None:
-        same_positions = one.positions is other.positions
-    else:
-        same_positions = torch.equal(one.positions, other.positions)
-    return same_positions and torch.equal(flat_bits(one.values), flat_bits(other.values))
-
-
-def apply_changes(changes: Sequence[Change], targets: Mapping[str, Tensor]) -> None:
-    """Write checked changes into tensors, in place: addresses stay, version counters move.
-
-    Args:
-        changes: that `check_changes` let through.
-        targets: by name; any strides and devices.
-    """
-    write_changes([(change, targets[change.name]) for change in changes])
-
-
-def write_changes(landed: Sequence[tuple[Change, Tensor]]) -> None:
-    """Write each change into the tensor beside it, in place: addresses stay, version counters move.
-
-    Args:
-        landed: checked; a tensor may come several times, for different elements.
-    """
-    groups: dict[tuple[torch.device, int], list[tuple[Change, Tensor]]] = {}
-    for change, target in landed:
-        groups.setdefault((target.device, target.element_size()), []).append((change, target))
-    with torch.no_grad():
-        for (device, width), group in groups.items():
-            _write(
-                [change for change, _ in group], FlatTensors([target for _, target in group], width), device
-            )
-
-
-def _write(changes: Sequence[Change], flat: FlatTensors, device: torch.device) -> None:
-    positions, bits = [], []
-    for change, start in zip(changes, flat.starts.tolist(), strict=False):
-        values = flat_bits(change.values).to(device)
-        if change.positions is None:
-            kernels.on(device).write(flat, start, values)
-        else:
-            positions.append(change.positions.to(device, torch.int64) + start)
-            bits.append(values)
-    if positions:
-        kernels.on(device).scatter(flat, torch.cat(positions), torch.cat(bits))
 
 
 def _bad(what: str, name: str, expected: object, got: object) -> FrameError:

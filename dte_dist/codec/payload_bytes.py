@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
+from dte_dist.codec.named_tensors import Payload
 from dte_dist.errors import FrameError, LayoutMismatch
 from dte_dist.tensors.dtypes import DTYPES, dtype_name
 from dte_dist.tensors.flat import BITS, FlatTensors
-from dte_dist.transport.base import Payload
 
 __all__ = [
     "MOST_DATA",

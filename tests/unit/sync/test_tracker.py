@@ -82,7 +82,7 @@ DTYPES = (
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few hundred elements make many segments, ranges and waves."""
-    monkeypatch.setattr("dte_dist.engine.tracker.SEGMENT", 32)
+    monkeypatch.setattr("dte_dist.sync.versioned_snapshot.SEGMENT", 32)
     monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
     monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 50)
 

@@ -1,1 +1,0 @@
-"""`DeltaEngine` and `DeltaTracker`: named tensors pushed and pulled as versions over any transport."""
