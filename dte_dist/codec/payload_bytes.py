@@ -1,5 +1,4 @@
-"""A payload as bytes: a description, which is checked before anything is believed, and the data, cut into
-pieces.
+"""A payload as frames of bytes: a description, which is checked before anything is believed, and the data.
 
 The description is JSON:
 
@@ -9,9 +8,9 @@ The description is JSON:
 
 and blanks up to a multiple of 8 bytes. The data are the tensors of all names end to end, those of the widest
 elements first so that each lies at a multiple of its element size, and zeros up to a multiple of 8 bytes.
-Both travel in pieces: up to `PIECE` bytes, and behind them 8 bytes with a checksum (see `kernels.checksum`)
-to which the number of the piece is added, and for data a checksum of the description. So no piece is taken
-for another one. Where a piece begins follows from its number.
+Each travels in frames, those of the description first: up to `PIECE` bytes, and behind them 8 bytes with a
+checksum (see `kernels.checksum`) to which the number of the piece is added, and for data a checksum of the
+description. So no frame is taken for another one. Where a piece begins follows from its number.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ __all__ = [
     "PIECE",
     "Arrival",
     "Description",
-    "Incoming",
     "Packed",
     "Piece",
+    "frame_sizes",
     "piece_sizes",
 ]
 
@@ -216,12 +215,13 @@ class Packed:
             )
         self._tensors = [payload.tensors[description.names[index]] for index in description.order()]
 
-    def text_pieces(self) -> list[Piece]:
-        """Return the pieces of the description."""
-        return _pieces(FlatTensors([torch.frombuffer(bytearray(self.text), dtype=torch.uint8)], 1), 0)
+    def frames(self) -> list[Piece]:
+        """Return the frames, as many and as large as `frame_sizes` says."""
+        text = FlatTensors([torch.frombuffer(bytearray(self.text), dtype=torch.uint8)], 1)
+        return [*_pieces(text, 0), *_pieces(self._data(), zlib.crc32(self.text))]
 
-    def pieces(self) -> list[Piece]:
-        """Return the pieces of the data."""
+    def _data(self) -> FlatTensors:
+        """Return the bytes of all tensors on the device of the largest, and the zeros behind them."""
         device = (
             max(self._tensors, key=lambda tensor: tensor.numel() * tensor.element_size()).device
             if self._tensors
@@ -229,96 +229,63 @@ class Packed:
         )
         parts = [_bytes(tensor.detach().to(device)) for tensor in self._tensors]
         padding = self.nbytes - sum(map(len, parts))
-        flat = FlatTensors(
-            [*parts, torch.zeros(padding, dtype=torch.uint8, device=device)] if padding else parts, 1
-        )
-        return _pieces(flat, zlib.crc32(self.text))
-
-
-class Incoming:
-    """Bytes that come in pieces.
-
-    Args:
-        nbytes: how many, a multiple of 8.
-        device: where they will lie.
-        key: of which bytes they are: 0 for a description, its checksum for the data that it describes.
-
-    Raises:
-        MemoryError, RuntimeError: there is no room.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device, key: int = 0) -> None:
-        self._data, self._key = torch.empty(nbytes, dtype=torch.uint8, device=device), key
-        self._missing = set(range(len(piece_sizes(nbytes))))
-
-    def take(self, number: int, piece: Tensor) -> None:
-        """Take over a piece of the size that `piece_sizes` gives it.
-
-        Raises:
-            FrameError: its checksum is wrong.
-        """
-        data, said = piece[:-_SUM], piece[-_SUM:].view(torch.int64)
-        if int(_checksum(data)) != int(said - _place_sum(self._key, number)):
-            raise FrameError("a piece of a payload is damaged: its checksum is wrong", hint=_AGAIN)
-        self._data[number * PIECE : number * PIECE + len(data)].copy_(data)
-        self._missing.discard(number)
-
-    def whole(self) -> Tensor:
-        """Return all of them, uint8.
-
-        Raises:
-            FrameError: a piece has not come.
-        """
-        if self._missing:
-            missing = f"{len(self._missing)} pieces are missing"
-            raise FrameError("a payload is not complete", got=missing, hint=_AGAIN)
-        return self._data
+        zeros = torch.zeros(padding, dtype=torch.uint8, device=device)
+        return FlatTensors([*parts, zeros] if padding else parts, 1)
 
 
 class Arrival:
     """A payload that is coming in.
 
     Args:
-        text: its description.
-        nbytes: of the data, as the sender said.
+        text_bytes, nbytes: of its description and of its data, as the sender said.
         device: where the data will lie.
 
-    Attributes:
-        head: see `Description`.
-
     Raises:
-        FrameError: the description is damaged, or not of that much data.
-        MemoryError, RuntimeError: there is no room for the data.
+        MemoryError, RuntimeError: there is no room.
     """
 
-    def __init__(self, text: bytes, nbytes: int, device: torch.device) -> None:
-        self._description = Description.from_bytes(text)
-        self.head = self._description.head
-        if self._description.nbytes != nbytes:
-            got = f"{self._description.nbytes} bytes"
+    def __init__(self, text_bytes: int, nbytes: int, device: torch.device) -> None:
+        self._text = _Bytes(text_bytes, device)
+        self._data = _Bytes(nbytes, device)
+        self._description: Description | None = None
+        self._key = 0
+
+    def take(self, number: int, frame: Tensor) -> None:
+        """Take over a frame of the size that `frame_sizes` gives it; those of the description come first.
+
+        Raises:
+            FrameError: its checksum is wrong, or the description is damaged, or not of that much data.
+        """
+        first = self._text.count
+        if number < first:
+            self._text.take(number, frame, 0)
+            if not self._text.missing:
+                self._describe(self._text.whole().cpu().numpy().tobytes())
+        else:
+            self._data.take(number - first, frame, self._key)
+
+    def _describe(self, text: bytes) -> None:
+        description = Description.from_bytes(text)
+        nbytes = len(self._data.bytes)
+        if description.nbytes != nbytes:
             raise FrameError(
                 "the data of a payload are not what it describes",
                 expected=f"{nbytes} bytes",
-                got=got,
+                got=f"{description.nbytes} bytes",
                 hint=_AGAIN,
             )
-        self._data = Incoming(nbytes, device, zlib.crc32(text))
-
-    def take(self, number: int, piece: Tensor) -> None:
-        """Take over a piece of the data, of the size that `piece_sizes` gives it.
-
-        Raises:
-            FrameError: its checksum is wrong.
-        """
-        self._data.take(number, piece)
+        self._description, self._key = description, zlib.crc32(text)
 
     def payload(self) -> Payload:
         """Return the payload; its tensors are views of one buffer.
 
         Raises:
-            FrameError: a piece has not come.
+            FrameError: a frame has not come.
         """
+        self._text.whole()
         data, described = self._data.whole(), self._description
+        if described is None:
+            raise FrameError("a payload has no description", hint=_AGAIN)
         tensors: dict[str, Tensor] = dict.fromkeys(described.names, data)
         begin = 0
         for index in described.order():
@@ -326,8 +293,52 @@ class Arrival:
             elements = data[begin:end].view(described.dtypes[index])
             tensors[described.names[index]] = elements.view(described.shapes[index])
             begin = end
-        version, base, full, lineage, base_lineage, sender, plan = self.head
+        version, base, full, lineage, base_lineage, sender, plan = described.head
         return Payload(version, base, full, MappingProxyType(tensors), lineage, base_lineage, sender, plan)
+
+
+class _Bytes:
+    """Bytes that come in pieces.
+
+    Attributes:
+        bytes: uint8, as far as they have come.
+        count: of their pieces.
+        missing: numbers of those that have not come.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.count = len(piece_sizes(nbytes))
+        self.missing = set(range(self.count))
+
+    def take(self, number: int, piece: Tensor, key: int) -> None:
+        """Take over a piece of the bytes that `key` stands for."""
+        data, said = piece[:-_SUM], piece[-_SUM:].view(torch.int64)
+        if int(_checksum(data)) != int(said - _place_sum(key, number)):
+            raise FrameError("a piece of a payload is damaged: its checksum is wrong", hint=_AGAIN)
+        self.bytes[number * PIECE : number * PIECE + len(data)].copy_(data)
+        self.missing.discard(number)
+
+    def whole(self) -> Tensor:
+        """Return all of them, uint8.
+
+        Raises:
+            FrameError: a piece has not come.
+        """
+        if self.missing:
+            missing = f"{len(self.missing)} pieces are missing"
+            raise FrameError("a payload is not complete", got=missing, hint=_AGAIN)
+        return self.bytes
+
+
+def frame_sizes(text_bytes: int, nbytes: int) -> list[int]:
+    """Return the bytes of each frame of a payload whose description and data are so long.
+
+    Example:
+        >>> frame_sizes(40, PIECE + 8)
+        [48, 16777224, 16]
+    """
+    return [*piece_sizes(text_bytes), *piece_sizes(nbytes)]
 
 
 def piece_sizes(nbytes: int) -> list[int]:

@@ -2,25 +2,11 @@
 
 A version is one meeting of all ranks that have to do with it (`Roles.members`). A sender comes to it with its
 first `send` of that version and takes what it needs from other senders along; a rank that only receives comes
-with its first `receive`. In a meeting:
-
-1. o Row: version, size of the description and of the data, from every rank. Different versions, or an error
-     on any rank (a call that makes no sense, a payload that cannot be sent), are raised on all ranks.
-2. o Descriptions go from every sender to the ranks that need its payload, in pieces with checksums, and are
-     checked there (`packing.Description`).
-3. o Vote: is every description sound, and is there room for the data?
-4. o Data go the same way, in pieces with checksums.
-5. o Vote: has every rank everything, and is it sound? Only then `send` returns, and `receive` gives out the
-     payloads, each once.
-
-Steps with a ring (o) are exchanges. The payload of one sender goes to its receivers by broadcasts, or if it
-is large through a chain of them, so that no rank sends it more than once (`BucketedBroadcast`). Those of
-several senders go straight to the ranks that need them, all senders at a time (`PairwiseExchange`). What a
-rank sends to itself never touches the network.
+with its first `receive`. `transport.meeting` says what is exchanged there. Only when every rank has
+everything `send` returns, and `receive` gives out the payloads, each once.
 
 An error that all ranks share leaves the transport as it was: the next meeting may follow. A rank that is
-    lost, or does not come in
-time, ends it: its groups are closed, which wakes the others.
+lost, or does not come in time, ends it: its groups are closed, which wakes the others.
 """
 
 from __future__ import annotations
@@ -29,34 +15,22 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.codec.named_tensors import Payload
-from dte_dist.codec.payload_bytes import MOST_DATA, MOST_TEXT, Arrival, Incoming, Packed, Piece, piece_sizes
-from dte_dist.errors import (
-    ChannelClosed,
-    DeltaError,
-    FrameError,
-    LayoutMismatch,
-    PeerLost,
-    VersionError,
-    VersionGap,
-)
+from dte_dist.errors import ChannelClosed, DeltaError, LayoutMismatch, PeerLost, VersionGap
 from dte_dist.liveness.rendezvous import call_roll, forget_meeting
 from dte_dist.liveness.watch import Watch
 from dte_dist.plan.transfer_plan import Plan
 from dte_dist.tensors.flat import BITS
-from dte_dist.transport.all_or_none import AgreedError, capture, capture_error, end_together, raise_if_any
+from dte_dist.transport.all_or_none import AgreedError, capture, capture_error, end_together
 from dte_dist.transport.base import TIMEOUT, Transport, check_timeout
-from dte_dist.transport.buffers import Frame, explain_memory
 from dte_dist.transport.communicator import Communicator, Group, Membership
-from dte_dist.transport.roles import Roles, mover
+from dte_dist.transport.meeting import Meeting, Roles, exchange_rows
 
 __all__ = ["ProcessGroupTransport"]
 
@@ -173,7 +147,7 @@ class ProcessGroupTransport(Transport):
         can_nccl = "nccl" in membership.backends and torch.cuda.is_available()
         digest = np.frombuffer(roles.digest() if roles is not None else bytes(16), np.int64)
         self._watch.is_ending = True  # a rank that is no member may go once it has all rows
-        rows = _rows(control, error, [can_nccl, *digest])
+        rows = exchange_rows(control, error, [can_nccl, *digest])
         if roles is None or (rows[:, 1:] != digest).any():
             others = [rank for rank, row in enumerate(rows[:, 1:].tolist()) if row != rows[0, 1:].tolist()]
             hint = "pass the same src= or plan= on every rank"
@@ -190,11 +164,8 @@ class ProcessGroupTransport(Transport):
             control.close()  # the ranks outside the plan go when they like
         if self._rank not in members:
             return
-        self._data = self._wire("data", members, membership, "nccl") if rows[:, 0].all() else self._control
-        self._move_text = mover(self._control, self._rank, roles)
-        self._move_data = (
-            self._move_text if self._data is self._control else mover(self._data, self._rank, roles)
-        )
+        data = self._wire("data", members, membership, "nccl") if rows[:, 0].all() else self._control
+        self._meeting = Meeting(self._control, data, self._rank, roles)
 
     def _wire(self, name: str, members: Sequence[int], membership: Membership, backend: str) -> Communicator:
         self._wires.append(Communicator(name, members, membership, backend, watch=self._watch))
@@ -372,7 +343,7 @@ class ProcessGroupTransport(Transport):
         self._kept, self._met = {}, None
         self._watch.call()
         with self._watch:
-            self._kept = self._guarded(lambda: self._exchange(version, payload, error or wrong))
+            self._kept = self._guarded(lambda: self._meeting.run(version, payload, error or wrong))
         self._met = version
 
     def _guarded(self, steps: Callable[[], _T]) -> _T:
@@ -386,71 +357,6 @@ class ProcessGroupTransport(Transport):
         except BaseException as caught:
             self._break(caught)
             raise
-
-    def _exchange(self, version: int, payload: Payload | None, error: Exception | None) -> dict[int, Payload]:
-        """Go through the steps of a meeting; return the payloads that have come."""
-        packed, wrong = capture(lambda: Packed(payload) if payload is not None else None)
-        error, text = error or explain_memory(wrong), packed.text if packed is not None else b""
-        row = [version if error is None else _NONE, len(text), packed.nbytes if packed is not None else 0]
-        rows = _rows(self._control, error, row)
-        _check_rows(rows, self._control.members, self._roles.senders)
-        said = {
-            sender: rows[self._control.members.index(sender), 1:].tolist() for sender in self._roles.senders
-        }
-
-        texts: dict[int, Incoming] = {}
-        arrivals: dict[int, Arrival] = {}
-        faults: list[Exception] = []
-
-        def take_text(sender: int, number: int, frame: Tensor) -> None:
-            def take() -> None:
-                texts[sender] = texts.get(sender) or Incoming(said[sender][0], frame.device)
-                texts[sender].take(number, frame)
-
-            _keep_error(faults, take)
-
-        def take_data(sender: int, number: int, frame: Tensor) -> None:
-            _keep_error(faults, lambda: arrivals[sender].take(number, frame))
-
-        def arrive() -> None:
-            for sender, came in texts.items():
-                arrivals[sender] = self._arrival(sender, version, came, said[sender][1])
-
-        text_sizes = {sender: piece_sizes(size) for sender, (size, _) in said.items()}
-        data_sizes = {sender: piece_sizes(size) for sender, (_, size) in said.items()}
-        texts_out = _pieces(faults, len(text), packed.text_pieces) if packed is not None else []
-        self._move_text(text_sizes, texts_out, take_text)
-        _keep_error(faults, arrive)
-        pieces = _pieces(faults, packed.nbytes, packed.pieces) if packed is not None else []
-        self._vote(faults)
-        self._move_data(data_sizes, pieces, take_data)
-        payloads: dict[int, Payload] = {}
-        self._watch.is_ending = True
-        _keep_error(
-            faults,
-            lambda: payloads.update({sender: arrival.payload() for sender, arrival in arrivals.items()}),
-        )
-        self._vote(faults)
-        return payloads
-
-    def _arrival(self, sender: int, version: int, text: Incoming, nbytes: int) -> Arrival:
-        """Read a description, and make room for what it describes."""
-        arrival = Arrival(text.whole().cpu().numpy().tobytes(), nbytes, self._data.device)
-        said = (arrival.head[0], *arrival.head[5:]) if self._roles.plan else (arrival.head[0],)
-        expected = (version, sender, self._roles.plan) if self._roles.plan else (version,)
-        if said != expected:
-            raise FrameError(
-                "a payload is not the one that was announced",
-                ranks=[sender],
-                expected=expected,
-                got=said,
-                hint="push again",
-            )
-        return arrival
-
-    def _vote(self, faults: Sequence[Exception]) -> None:
-        hint = "free memory on this rank, and push again"
-        _rows(self._control, explain_memory(faults[0] if faults else None, hint=hint))
 
     def _refuse_closed(self) -> None:
         if os.getpid() != self._pid:
@@ -475,61 +381,8 @@ class ProcessGroupTransport(Transport):
         return end_together(error, self._watch, self._drop, left=_closed)
 
 
-def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]) -> None:
-    """Check what all ranks said: one version, and sizes that can be."""
-    versions = {int(version): rank for version, rank in zip(rows[:, 0], members, strict=True)}
-    if len(versions) > 1:
-        got = ", ".join(f"v{version} on rank {rank}" for version, rank in sorted(versions.items()))
-        hint = "send and receive the same version on every rank"
-        raise AgreedError(
-            VersionError(
-                "ranks send or ask for different versions",
-                ranks=sorted(versions.values()),
-                got=got,
-                hint=hint,
-            )
-        )
-    for rank, (text, data) in zip(members, rows[:, 1:].tolist(), strict=True):
-        most, least = ((MOST_TEXT, MOST_DATA), 8) if rank in senders else ((0, 0), 0)
-        if not (least <= text <= most[0] and 0 <= data <= most[1] and text % 8 == data % 8 == 0):
-            hint = "push again; if it stays, the ranks run different versions of dte_dist"
-            raise AgreedError(
-                FrameError(
-                    "a payload cannot have this size", ranks=[rank], got=f"{text} and {data} bytes", hint=hint
-                )
-            )
-
-
-def _rows(wire: Communicator, error: Exception | None, said: Sequence[int] = ()) -> np.ndarray:
-    """Exchange a row; if a rank has an error, all raise it."""
-    return raise_if_any(wire, error, said, unsaid=PeerLost("a rank failed and did not say why", hint=_NEW))
-
-
 def _closed(ranks: Sequence[int]) -> ChannelClosed:
     return ChannelClosed("a rank closed the transport", ranks=ranks, hint=_NEW)
-
-
-def _keep_error(faults: list[Exception], call: Callable[[], Any]) -> None:
-    """Call something, unless something has failed already; keep what it raises until the vote."""
-    if not faults:
-        error = capture_error(call)
-        if error is not None:
-            faults.append(error)
-
-
-def _pieces(faults: list[Exception], nbytes: int, make: Callable[[], list[Piece]]) -> list[tuple[int, Frame]]:
-    """Return the pieces of `nbytes`; those that cannot be made are zeros, which nobody takes."""
-
-    def keeping(write: Callable[[Tensor], object], place: Tensor) -> None:
-        error = capture_error(lambda: write(place))
-        if error is not None:
-            faults.append(error)
-            place.zero_()
-
-    made, error = capture(make)
-    faults += [] if error is None else [error]
-    zeros: list[Piece] = [(size, Tensor.zero_) for size in piece_sizes(nbytes)]
-    return [(size, partial(keeping, write)) for size, write in made or zeros]
 
 
 def _check_version(version: int) -> None:

@@ -350,10 +350,10 @@ def payloads(rank: int, world: int, case: str) -> dict[str, Any]:
 PAYLOADS: dict[str, tuple[int, Any, str, int]] = {
     "the sender writes its description": (0, packing, "_write", 1),
     "the sender writes the second piece": (0, packing, "_write", 3),
-    "the sender gathers its description": (0, packing.Packed, "text_pieces", 1),
-    "the sender gathers its data": (0, packing.Packed, "pieces", 1),
-    "a receiver makes room for a description": (2, packing.Incoming, "__init__", 1),
-    "a receiver makes room for data": (3, packing.Incoming, "__init__", 2),
+    "the sender gathers its frames": (0, packing.Packed, "frames", 1),
+    "the sender gathers its data": (0, packing.Packed, "_data", 1),
+    "a receiver makes room for a description": (2, packing._Bytes, "__init__", 1),
+    "a receiver makes room for data": (3, packing._Bytes, "__init__", 2),
     "a receiver takes a piece": (1, packing.Arrival, "take", 2),
 }
 

@@ -38,7 +38,7 @@ from dte_dist.codec.named_tensors import (
     Change,
     write_payload,
 )
-from dte_dist.codec.payload_bytes import Arrival, Incoming, Packed, piece_sizes
+from dte_dist.codec.payload_bytes import Arrival, Packed, frame_sizes
 from dte_dist.codec.payload_bytes import Description as PayloadDescription
 from dte_dist.errors import FrameError, PeerLost, from_wire, to_wire
 from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
@@ -59,7 +59,7 @@ from dte_dist.sync.row_bounds import check_rows
 from dte_dist.tensors.flat import BITS
 from dte_dist.transport.all_or_none import AgreedError
 from dte_dist.transport.guard import guard_of
-from dte_dist.transport.process_group import _check_rows
+from dte_dist.transport.meeting import _check_rows
 from tests.unit.fuzzing import EXTREMES, damage_bytes, damage_json, fuzz, limited_memory
 
 CPU = torch.device("cpu")
@@ -499,7 +499,8 @@ def described(rng: Random) -> str:
     )
     found = PayloadDescription.from_bytes(text)
     assert PayloadDescription.from_bytes(found.to_bytes()) == found and found.nbytes % 8 == 0
-    Arrival(found.to_bytes(), min(found.nbytes, 1 << 20), CPU)
+    arrival = Arrival(len(found.to_bytes()), min(found.nbytes, 1 << 20), CPU)
+    arrival._describe(found.to_bytes())
     return "read"
 
 
@@ -512,29 +513,19 @@ def pieces_of(pieces: list[tuple[int, Callable[[Tensor], object]]]) -> list[byte
 
 @cache
 def all_pieces() -> list[bytes]:
-    return [
-        piece for each in packed() for piece in (*pieces_of(each.text_pieces()), *pieces_of(each.pieces()))
-    ]
+    return [piece for each in packed() for piece in pieces_of(each.frames())]
 
 
 def pieces_as_they_came(rng: Random) -> str:
     """Damaged pieces of a description and of data: what comes out is what went in."""
     each = rng.choice(packed())
-    texts, data = pieces_of(each.text_pieces()), pieces_of(each.pieces())
-
-    def come(pieces: list[bytes], incoming: Any) -> None:
-        for number, piece in enumerate(pieces):
-            came = damage_bytes(rng, piece, all_pieces(), most=2) if rng.random() < 0.4 else piece
-            incoming.take(number, tensor_of((came + bytes(len(piece)))[: len(piece)]))
-
-    text = Incoming(len(each.text), CPU)
-    come(texts, text)
-    assert text.whole().numpy().tobytes() == each.text and [len(piece) for piece in texts] == piece_sizes(
-        len(each.text)
-    )
-    arrival = Arrival(text.whole().numpy().tobytes(), each.nbytes, CPU)
-    come(data, arrival)
-    assert pieces_of(Packed(arrival.payload()).pieces()) == data
+    frames = pieces_of(each.frames())
+    assert [len(frame) for frame in frames] == frame_sizes(len(each.text), each.nbytes)
+    arrival = Arrival(len(each.text), each.nbytes, CPU)
+    for number, frame in enumerate(frames):
+        came = damage_bytes(rng, frame, all_pieces(), most=2) if rng.random() < 0.4 else frame
+        arrival.take(number, tensor_of((came + bytes(len(frame)))[: len(frame)]))
+    assert pieces_of(Packed(arrival.payload()).frames()) == frames
     return "read"
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from dte_dist import FrameError, LayoutMismatch, Payload
 from dte_dist.codec import payload_bytes as packing
-from dte_dist.codec.payload_bytes import Arrival, Description, Incoming, Packed, piece_sizes
+from dte_dist.codec.payload_bytes import Arrival, Description, Packed, frame_sizes, piece_sizes
 from dte_dist.layout import DTYPES
 
 CPU = torch.device("cpu")
 
 
 def arrive(packed: Packed) -> Payload:
-    arrival = Arrival(packed.text, packed.nbytes, CPU)
-    for number, (size, write) in enumerate(packed.pieces()):
+    arrival = Arrival(len(packed.text), packed.nbytes, CPU)
+    for number, (size, write) in enumerate(packed.frames()):
         piece = torch.full((size,), 255, dtype=torch.uint8)
         write(piece)
         arrival.take(number, piece)
@@ -77,7 +77,7 @@ def test_pieces_cross_tensors_and_the_last_is_padded(monkeypatch: pytest.MonkeyP
 
 def test_a_payload_without_tensors() -> None:
     packed = Packed(Payload(1, 0, False, {}))
-    assert (packed.nbytes, packed.pieces()) == (0, [])
+    assert (packed.nbytes, len(packed.frames())) == (0, 1)
     assert arrive(packed).tensors == {}
 
 
@@ -96,20 +96,29 @@ def test_what_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         Packed(Payload(1, 0, False, {"w": torch.zeros(5)}))
 
 
-def test_damaged_pieces_and_missing_ones() -> None:
+def test_damaged_frames_and_missing_ones() -> None:
     packed = Packed(Payload(1, 0, False, {"w": torch.arange(9.0), "b": torch.ones(3, dtype=torch.uint8)}))
-    (size, write), *_ = packed.pieces()
-    piece = torch.zeros(size, dtype=torch.uint8)
-    write(piece)
-    for at in range(size):
-        arrival, wrong = Arrival(packed.text, packed.nbytes, CPU), piece.clone()
-        wrong[at] ^= 1 << (at % 8)
-        with pytest.raises(FrameError, match="checksum"):
-            arrival.take(0, wrong)
-        with pytest.raises(FrameError, match="not complete"):
-            arrival.payload()
+    frames = written(packed.frames())
+    assert [len(frame) for frame in frames] == frame_sizes(len(packed.text), packed.nbytes)
+    for place, frame in enumerate(frames):
+        for at in range(len(frame)):
+            arrival, wrong = Arrival(len(packed.text), packed.nbytes, CPU), frame.clone()
+            wrong[at] ^= 1 << (at % 8)
+            for number, other in enumerate(frames[:place]):
+                arrival.take(number, other)
+            with pytest.raises(FrameError, match="checksum"):
+                arrival.take(place, wrong)
+            with pytest.raises(FrameError, match="not complete"):
+                arrival.payload()
     with pytest.raises(FrameError, match="not what it describes"):
-        Arrival(packed.text, packed.nbytes + 8, CPU)
+        Arrival(len(packed.text), packed.nbytes + 8, CPU).take(0, frames[0])
+
+
+def written(pieces: list[packing.Piece]) -> list[torch.Tensor]:
+    made = [torch.full((size,), 255, dtype=torch.uint8) for size, _ in pieces]
+    for (_, write), piece in zip(pieces, made, strict=True):
+        write(piece)
+    return made
 
 
 ANY = st.recursive(
@@ -160,40 +169,38 @@ def test_bytes_cut_out_and_put_in_are_read_or_refused(put: bytes, at: int, cut: 
     assert json.loads(found.to_bytes()) | {"plan": ""} == json.loads(damaged) | {"plan": ""}
 
 
-def written(pieces: list[packing.Piece]) -> list[torch.Tensor]:
-    made = [torch.full((size,), 255, dtype=torch.uint8) for size, _ in pieces]
-    for (_, write), piece in zip(pieces, made, strict=True):
-        write(piece)
-    return made
-
-
 def test_a_description_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE", 64)
     packed = Packed(Payload(3, -1, True, {f"name{n:09}": torch.zeros(n) for n in range(5)}))
-    pieces = written(packed.text_pieces())
-    assert len(packed.text) % 8 == 0 and len(pieces) > 3
-    assert [len(piece) for piece in pieces] == piece_sizes(len(packed.text))
-    incoming = Incoming(len(packed.text), CPU)
-    for number, piece in enumerate(pieces):
+    frames = written(packed.frames())
+    assert len(packed.text) % 8 == 0 and len(frames) > 4
+    assert [len(frame) for frame in frames] == frame_sizes(len(packed.text), packed.nbytes)
+    arrival = Arrival(len(packed.text), packed.nbytes, CPU)
+    for number, frame in enumerate(frames):
         with pytest.raises(FrameError, match="not complete"):
-            incoming.whole()
-        incoming.take(number, piece)
-    assert incoming.whole().numpy().tobytes() == packed.text
+            arrival.payload()
+        arrival.take(number, frame)
+    assert list(arrival.payload().tensors) == [f"name{n:09}" for n in range(5)]
 
 
-def test_no_piece_is_taken_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_frame_is_taken_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for that of another place, nor of another payload of its size, nor a description for data."""
-    monkeypatch.setattr(packing, "PIECE", 16)
-    tensors = {"w": torch.zeros(12)}
+    monkeypatch.setattr(packing, "PIECE", 24)
+    tensors = {"w": torch.zeros(18)}
     packed, other = (Packed(Payload(version, 0, False, tensors)) for version in (1, 2))
-    pieces, others = (written(each.pieces()) for each in (packed, other))
-    arrival = Arrival(packed.text, packed.nbytes, CPU)
-    zeros = torch.zeros(24, dtype=torch.uint8)
-    for number, wrong in [(0, pieces[1]), (2, pieces[0]), (1, others[1]), (0, zeros)]:
+    frames, others = (written(each.frames()) for each in (packed, other))
+    text = len(piece_sizes(len(packed.text)))
+    arrival = Arrival(len(packed.text), packed.nbytes, CPU)
+    zeros = torch.zeros(32, dtype=torch.uint8)
+    for number, wrong in [(0, frames[1]), (0, frames[text]), (1, zeros)]:
         with pytest.raises(FrameError, match="checksum"):
             arrival.take(number, wrong)
-    with pytest.raises(FrameError, match="checksum"):
-        Incoming(packed.nbytes, CPU).take(0, pieces[0])
-    for number, piece in enumerate(pieces):
-        arrival.take(number, piece)
+    for number in range(text):
+        arrival.take(number, frames[number])
+    wrong = [(0, frames[text + 1]), (2, frames[text]), (1, others[text + 1]), (0, zeros), (0, frames[0])]
+    for number, frame in wrong:
+        with pytest.raises(FrameError, match="checksum"):
+            arrival.take(text + number, frame)
+    for number, frame in enumerate(frames[text:], text):
+        arrival.take(number, frame)
     assert torch.equal(arrival.payload().tensors["w"], tensors["w"])
