@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dte_dist import Payload, ProcessGroupTransport
-from dte_dist.engine.payload import Change, write_payload
+from dte_dist.codec.named_tensors import Change, write_payload
 
 WORLD, PATIENCE, SHORT = 4, 30.0, 4.0
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dte_dist import DeltaEngine, Layout, PeerLost, Plan, ProcessGroupTransport
-from dte_dist.transport import packing
-from dte_dist.transport.packing import Arrival
+from dte_dist.codec import payload_bytes as packing
+from dte_dist.codec.payload_bytes import Arrival
 from tests.distributed.launcher import Outcome, Ranks
 from tests.distributed.meetings import PATIENCE, SHORT, WORLD, meet, payload
 from tests.distributed.shares import warm

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dte_dist import DeltaEngine, Payload, PeerLost, ProcessGroupTransport
-from dte_dist.transport import packing, process_group
-from dte_dist.transport.packing import Packed
+from dte_dist.codec import payload_bytes as packing
+from dte_dist.codec.payload_bytes import Packed
+from dte_dist.transport import meeting
 from tests.distributed.launcher import Ranks
 from tests.distributed.meetings import PATIENCE, WORLD, meet, payload
 from tests.distributed.shares import warm
@@ -195,7 +196,7 @@ def damaged_data(rank: int, world: int, what: str) -> tuple[tuple[str, str], int
             patch.setattr(packing.Description, "nbytes", property(lambda self: sizes[what]))
             if what == "text":
                 patch.setattr(packing.Description, "to_bytes", lambda self: b"")
-            patch.setattr(process_group, "MOST_DATA", 1 << 62)
+            patch.setattr(meeting, "MOST_DATA", 1 << 62)
             patch.setattr(packing, "MOST_DATA", 1 << 62)
         error = caught(lambda: meet(transport, rank, 8))
     after = meet(transport, rank, 9) if what != "huge" else 9

@@ -18,10 +18,11 @@ import torch
 import dte_dist
 from dte_dist import Layout, kernels
 from dte_dist.codec import FrameWriter
+from dte_dist.codec import payload_bytes as packing
 from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.receiver import Receiver
 from dte_dist.transport import broadcast as relay
-from dte_dist.transport import buffers, packing
+from dte_dist.transport import buffers
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, same, sync
 
