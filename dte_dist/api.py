@@ -1,21 +1,18 @@
-"""The face of dte_dist: calls in the manner of c10d."""
+"""The public collectives, with signatures like those of c10d."""
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
 
-from dte_dist.detect.snapshot import Detector
 from dte_dist.errors import ChannelClosed, DeltaError
-from dte_dist.layout import Layout, Rename, Select
-from dte_dist.options import CallOptions, ChannelOptions, OptionKeywords, Ranks, WireDtype, group_ranks
+from dte_dist.layout import Layout
+from dte_dist.options import Ranks, SyncOptions, differences, group_ranks, options_of
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.sync import in_flight as running
 from dte_dist.sync.background import DeltaWork
@@ -23,16 +20,12 @@ from dte_dist.sync.channel import Abandoned, Channel
 from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.protocol import PreparedSync
 from dte_dist.sync.registry import find, find_or_open, is_in_use
-from dte_dist.sync.routes import RouteOption
 from dte_dist.sync.streams import fork_streams, join_caller, use_streams
-from dte_dist.transport.base import TIMEOUT
 from dte_dist.transport.communicator import Group, group_of
 
 __all__ = ["delta_broadcast", "delta_p2p", "verify"]
 
 Module = torch.nn.Module | Layout
-
-_BUCKET_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +36,7 @@ def delta_broadcast(
     group: Group | None = ...,
     src: Ranks | None = ...,
     async_op: Literal[False] = ...,
-    **options: Unpack[OptionKeywords],
+    **options: Unpack[SyncOptions],
 ) -> SyncReport: ...
 @overload
 def delta_broadcast(
@@ -52,30 +45,14 @@ def delta_broadcast(
     src: Ranks | None = ...,
     *,
     async_op: Literal[True],
-    **options: Unpack[OptionKeywords],
+    **options: Unpack[SyncOptions],
 ) -> DeltaWork: ...
 def delta_broadcast(
     module: Module,
     group: Group | None = None,
     src: Ranks | None = None,
     async_op: bool = False,
-    *,
-    group_src: Ranks | None = None,
-    version: int | None = None,
-    mode: Literal["delta", "full"] = "delta",
-    into: Module | None = None,
-    wire_dtype: WireDtype | None = None,
-    select: Select = None,
-    rename: Rename = None,
-    detector: Detector | None = None,
-    anchor_interval: int | None = None,
-    verify_interval: int | None = None,
-    bucket_bytes: int = _BUCKET_BYTES,
-    timeout: timedelta | float = TIMEOUT,
-    name: str | None = None,
-    route: RouteOption = "broadcast",
-    codec: str = "auto",
-    sparse_bytes_ratio: float = 1.0,
+    **options: Unpack[SyncOptions],
 ) -> SyncReport | DeltaWork:
     """Make the receivers' copy of a module bit-identical to the sources', moving only what changed since the
     last call.
@@ -92,11 +69,26 @@ def delta_broadcast(
             relays. Default: the ranks that share a mesh with rank 0 of the group; rank 0 alone if its module
             has no mesh.
         async_op: return a `DeltaWork` as soon as the bits to send are safe from the optimizer.
-        group_src: the sources as ranks of the group, instead of `src`.
+        options: any of the following, by keyword.
+
+    Options that each call may give anew:
         version: number of the version this call makes, greater than the last; default: the last plus one. All
             sources must agree; receivers may leave it out.
-        mode: "delta", or "full" to send everything: from the sources to all receivers if any source says so,
-            to this rank alone if a mere receiver does.
+        mode: "delta" (the default), or "full" to send everything: from the sources to all receivers if any
+            source says so, to this rank alone if a mere receiver does.
+        detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`. Default:
+            all bits are compared with a snapshot.
+        route: "broadcast" over the root (the default); "p2p" from shard to shard, as `delta_p2p`; or "auto",
+            whichever moves fewer bytes through the busiest rank: `report.route` and `report.route_reason` say
+            which and why.
+        codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" (the default) for
+            the less time at the speed the links have shown, or a pair such as "ef+planes"; see
+            docs/protocol.md. Receivers read all.
+        sparse_bytes_ratio: on sources, changes are sent as changes where they take at most so much of the
+            bytes of everything around them; above 0, at most 1.0 (the default).
+
+    Options that stay the same for the life of a channel:
+        group_src: the sources as ranks of the group, instead of `src`.
         into: on a rank that is both, the module to receive into. On a mere receiver it stands for `module`.
         wire_dtype: dtype in which values travel and receivers hold them, cast before they are compared. One
             dtype for all floating-point tensors, a mapping by name, a function of (name, dtype), or
@@ -104,24 +96,17 @@ def delta_broadcast(
             "fp16", "float16", "half", "fp32", "float32", "float". Default: the dtype of the sources.
         select: names to sync, as one or several fnmatch patterns or a function of the name. A receiver that
             passes it may hold part of the model. It must choose some tensor, unless the module has none.
+            Default: all.
         rename: function from this rank's names to the names all ranks agree on.
-        detector: on sources, a function that finds candidates for changes; see `dte_dist.Detector`.
-        anchor_interval: send everything after so many deltas.
+        anchor_interval: send everything after so many deltas. Default: never.
         verify_interval: compare digests of all copies after so many versions, as `dte_dist.verify` does; see
-            `report.verified`.
-        bucket_bytes: bytes that travel at once; a source and a receiver each hold two buckets.
-        timeout: seconds (or timedelta) that any one wait for another rank may take.
+            `report.verified`. Default: never.
+        bucket_bytes: bytes that travel at once, 64 to 2^30; a source and a receiver each hold two buckets.
+            Default: 16 MiB.
+        timeout: seconds (or timedelta) that any one wait for another rank may take. Default: 10 minutes.
         name: of the channel, 1 to 200 characters, the same on all ranks. Give one to each of several modules
             of one shape that are synchronised over one group: ranks that open the channels in another order
             are refused then. Without names their modules would be swapped.
-        route: "broadcast" over the root; "p2p" from shard to shard, as `delta_p2p`; or "auto", whichever
-            moves fewer bytes through
-            the busiest rank: `report.route` and `report.route_reason` say which and why.
-        codec: on sources, how changes are written: "fast" to code, "small" in bytes, "auto" for the less time
-            at the speed the links have shown, or a pair such as "ef+planes"; see docs/protocol.md. Receivers
-            read all.
-        sparse_bytes_ratio: on sources, changes are sent as changes where they take less than so much of the
-            bytes of everything around them.
 
     Returns:
         A `SyncReport`, or with async_op a `DeltaWork` whose `wait` returns it.
@@ -145,25 +130,7 @@ def delta_broadcast(
         >>> print(report)
         v1 -> v2 delta: ... of 1,072 changed (... %), ... to each receiver (dense 4.3 kB, ...x), 2 frames, ...
     """
-    said: OptionKeywords = {
-        "group_src": group_src,
-        "version": version,
-        "mode": mode,
-        "into": into,
-        "wire_dtype": wire_dtype,
-        "select": select,
-        "rename": rename,
-        "detector": detector,
-        "anchor_interval": anchor_interval,
-        "verify_interval": verify_interval,
-        "bucket_bytes": bucket_bytes,
-        "timeout": timeout,
-        "name": name,
-        "route": route,
-        "codec": codec,
-        "sparse_bytes_ratio": sparse_bytes_ratio,
-    }
-    return _sync(module, group, src, async_op, said=said)
+    return _sync(module, group, src, async_op, said=options)
 
 
 @overload
@@ -172,7 +139,7 @@ def delta_p2p(
     group: Group | None = ...,
     src: Ranks | None = ...,
     async_op: Literal[False] = ...,
-    **options: Unpack[OptionKeywords],
+    **options: Unpack[SyncOptions],
 ) -> SyncReport: ...
 @overload
 def delta_p2p(
@@ -181,14 +148,14 @@ def delta_p2p(
     src: Ranks | None = ...,
     *,
     async_op: Literal[True],
-    **options: Unpack[OptionKeywords],
+    **options: Unpack[SyncOptions],
 ) -> DeltaWork: ...
 def delta_p2p(
     module: Module,
     group: Group | None = None,
     src: Ranks | None = None,
     async_op: bool = False,
-    **options: Unpack[OptionKeywords],
+    **options: Unpack[SyncOptions],
 ) -> SyncReport | DeltaWork:
     """Do what `delta_broadcast` does, shard to shard: no root, each source sends each receiver only what that
     receiver holds.
@@ -258,7 +225,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         raise ValueError(
             "there is no open channel of this module and group: verify after delta_broadcast or delta_p2p"
         )
-    into = channel.options.into and channel.options.into()
+    into = channel.into()
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
         running.wait_for(module, into)
         channel.refuse_forked()
@@ -275,24 +242,22 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
 
 
 def _sync(
-    module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: OptionKeywords
+    module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: SyncOptions
 ) -> SyncReport | DeltaWork:
     """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
     pg = group_of(group)
     if pg is None or dist.get_rank(pg) < 0:
         raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
-    options, call_options, error = ChannelOptions(), CallOptions(), None
     into = said.get("into")
+    options, error = options_of(), None
     try:
         if into is module:
             raise ValueError(
                 "into= must be another module: a rank that is both source and receiver has two copies"
             )
-        unknown = said.keys() - OptionKeywords.__annotations__.keys()
-        if unknown:
-            raise ValueError(f"there is no option {min(unknown)!r}")
-        call_options = CallOptions.of(said)
-        options = _options(pg, src, said)
+        given = said.copy()
+        given["group_src"] = group_ranks(src, said.get("group_src"), pg)
+        options = options_of(**given)
     except (ValueError, DeltaError) as caught:
         error = caught
     except Exception as caught:  # an argument of a type that cannot be worked with
@@ -302,7 +267,7 @@ def _sync(
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
-    call = _Call(module, pg, options, call_options, error, into)
+    call = _Call(module, pg, options, error, into)
     # A channel outlives a caller's inference_mode.
     with (
         exclusive(module, into),
@@ -313,32 +278,13 @@ def _sync(
         return call.start() if async_op else call.run()
 
 
-def _options(group: dist.ProcessGroup, src: Ranks | None, said: OptionKeywords) -> ChannelOptions:
-    into = said.get("into")
-    if into is not None and not isinstance(into, torch.nn.Module | Layout):
-        raise ValueError(f"into= must be a torch.nn.Module or a dte_dist.Layout, got {type(into).__name__}")
-    return ChannelOptions(
-        sources=group_ranks(src, said.get("group_src"), group),
-        bucket_bytes=said.get("bucket_bytes", _BUCKET_BYTES),
-        anchor_interval=said.get("anchor_interval"),
-        verify_interval=said.get("verify_interval"),
-        timeout=said.get("timeout", TIMEOUT),  # type: ignore[arg-type]  # kept as a timedelta
-        wire_dtype=said.get("wire_dtype"),
-        select=said.get("select"),
-        rename=said.get("rename"),
-        into=None if into is None else weakref.ref(into),
-        name=said.get("name"),
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     """One call of a collective: its arguments, and what is wrong with them on this rank."""
 
     module: Module
     group: dist.ProcessGroup
-    options: ChannelOptions
-    call_options: CallOptions
+    options: SyncOptions
     error: Exception | None
     into: Module | None
     begin: float = field(default_factory=time.perf_counter)
@@ -390,14 +336,14 @@ class _Call:
 
     def _prepare(self, channel: Channel, background: bool = False) -> PreparedSync:
         return channel.prepare(
-            self.call_options, self.begin, check=lambda: self._check(channel), background=background
+            self.options, self.begin, check=lambda: self._check(channel), background=background
         )
 
     def _check(self, channel: Channel) -> None:
         """Raise what is wrong with the call."""
         if self.error is not None:
             raise self.error
-        different = channel.options.differences(self.options)
+        different = differences(channel.options, self.options)
         if different:
             names = ", ".join(different)
             hint = "pass the same, or call dte_dist.close(module, group) on every rank first"

@@ -1,4 +1,10 @@
-"""The options of a channel: what a call may say, in the form in which ranks compare it."""
+"""The options of a collective: each is one field of `SyncOptions`, with all that is known of it.
+
+1. A caller says some of them. `options_of` fills in the others, checks each and gives it its one form, so
+   that calls that say the same are the same.
+2. Those of a channel stay the same for its life; `differences` names those in which a later call differs.
+3. `shared` writes those that all ranks must say alike; ranks compare them when a channel opens.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import partial
-from typing import Any, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict, Unpack, cast, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -21,18 +28,25 @@ from dte_dist.plan.transfer_plan import ROUTES, RouteName
 from dte_dist.transport.base import TIMEOUT, check_timeout
 
 __all__ = [
-    "CallOptions",
-    "ChannelOptions",
-    "OptionKeywords",
+    "AUTO",
     "Ranks",
+    "RouteOption",
+    "SyncOptions",
     "WireDtype",
+    "differences",
     "group_ranks",
     "layout_of",
+    "options_of",
+    "selector_of",
+    "shared",
+    "timeout_of",
     "wire_types",
 ]
 
 RouteOption = RouteName | Literal["auto"]
 AUTO: Final = "auto"
+
+Module = torch.nn.Module | Layout
 
 Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them: one, several, or those of a mesh."""
@@ -56,154 +70,94 @@ _DTYPES: Final = {
     "float": torch.float32,
 }
 """Names that a caller may write instead of a dtype."""
+
 _NAME_LENGTH: Final = 200
 """Characters of the longest name of a channel."""
 
 
-class OptionKeywords(TypedDict, total=False):
-    """The keyword options of a collective; `delta_broadcast` says what they mean."""
-
-    group_src: Ranks | None
-    version: int | None
-    mode: Literal["delta", "full"]
-    into: torch.nn.Module | Layout | None
-    wire_dtype: WireDtype | None
-    select: Select
-    rename: Rename
-    detector: Detector | None
-    anchor_interval: int | None
-    verify_interval: int | None
-    bucket_bytes: int
-    timeout: timedelta | float
-    name: str | None
-    route: RouteOption
-    codec: str
-    sparse_bytes_ratio: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CallOptions:
-    """The options that each call may give anew; `delta_broadcast` says what they mean.
-
-    Raises:
-        ValueError: something makes no sense.
-    """
-
-    version: int | None = None
-    mode: Literal["delta", "full"] = "delta"
-    detector: Detector | None = None
-    route: RouteOption = "broadcast"
-    codec: str = "auto"
-    sparse_bytes_ratio: float = 1.0
-
-    @classmethod
-    def of(cls, said: OptionKeywords) -> CallOptions:
-        """Pick these from the options of a call."""
-        return cls(**{name: said[name] for name in cls.__slots__ if name in said})  # type: ignore[literal-required]
-
-    def __post_init__(self) -> None:
-        version = self.version
-        if version is not None and (
-            isinstance(version, bool) or not isinstance(version, int) or not 1 <= version < 1 << 62
-        ):
-            raise ValueError(f"version must be None or an int from 1 to 2^62 - 1, got {version!r}")
-        if self.mode not in ("delta", "full"):
-            raise ValueError(f'mode must be "delta" or "full", got {self.mode!r}')
-        if self.route not in (*ROUTES, AUTO):
-            raise ValueError(f'route must be "broadcast", "p2p" or "auto", got {self.route!r}')
-        if isinstance(self.sparse_bytes_ratio, bool) or not isinstance(self.sparse_bytes_ratio, int | float):
-            raise ValueError(
-                f"sparse_bytes_ratio must be a number above 0 and at most 1, got {self.sparse_bytes_ratio!r}"
-            )
-        self.selector(None)
-
-    def selector(self, bytes_per_second: float | None) -> CodecSelector:
-        """Return what chooses the codecs, for links of this speed."""
-        return CodecSelector(self.codec, bytes_per_second, self.sparse_bytes_ratio)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChannelOptions:
-    """The options that stay the same for the life of a channel.
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What is known of one option beside its name and type.
 
     Attributes:
-        sources: group ranks as said by the caller, first the root; None for the default.
-        bucket_bytes, anchor_interval, verify_interval, timeout, name: compared between ranks when the
-            channel opens. A timeout may be given in seconds.
-        wire_dtype, select, rename: each rank's own; their effect is compared. A dtype may be given by its
-            name, and one pattern alone.
-        into: what this rank receives into, if not the module.
-
-    Each attribute has one form, however its value was given, so that calls that say the same are the same.
-
-    Raises:
-        ValueError: something makes no sense.
+        default: its value where a caller says nothing.
+        form: returns a value in its one form, or raises a ValueError; None if all values are as they should
+            be.
+        each_call: whether each call may give it anew; otherwise it stays the same for the life of a channel.
+        shared: whether all ranks must say it alike.
     """
 
-    sources: tuple[int, ...] | None = None
-    bucket_bytes: int = 16 << 20
-    anchor_interval: int | None = None
-    verify_interval: int | None = None
-    timeout: timedelta = TIMEOUT
-    wire_dtype: WireDtype | None = None
-    select: Select = None
-    rename: Rename = None
-    into: weakref.ref[Any] | None = None
-    name: str | None = None
-
-    def shared(self) -> dict[str, Any]:
-        """Return what all ranks must say alike, as JSON values."""
-        return {
-            "src": None if self.sources is None else list(self.sources),
-            "bucket_bytes": self.bucket_bytes,
-            "anchor_interval": self.anchor_interval,
-            "verify_interval": self.verify_interval,
-            "timeout": self.timeout.total_seconds(),
-            "name": self.name,
-        }
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.bucket_bytes, int) or not 64 <= self.bucket_bytes <= 1 << 30:
-            raise ValueError(f"bucket_bytes must be between 64 and 2^30, got {self.bucket_bytes!r}")
-        for name, what in (("anchor_interval", "deltas"), ("verify_interval", "versions")):
-            every = getattr(self, name)
-            if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-                raise ValueError(f"{name} must be a positive number of {what} or None, got {every!r}")
-        set_once = partial(object.__setattr__, self)
-        set_once("timeout", timedelta(seconds=check_timeout(self.timeout)))
-        set_once("wire_dtype", _as_dtypes(self.wire_dtype))
-        set_once("select", _as_patterns(self.select))
-        if self.name is not None and not (isinstance(self.name, str) and 1 <= len(self.name) <= _NAME_LENGTH):
-            what = f"name must be a str of 1 to {_NAME_LENGTH} characters or None"
-            raise ValueError(f"{what}, got {self.name!r:.250}")
-
-    def differences(self, other: ChannelOptions) -> list[str]:
-        """Return the names of options in which another call differs from this one."""
-        return [name for name in self.__slots__ if not _same(getattr(self, name), getattr(other, name))]
+    default: Any = None
+    form: Callable[[Any], Any] | None = None
+    each_call: bool = False
+    shared: bool = False
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Compare two values of an option; functions by code and by what they close over, since a lambda is made
-    anew at each call.
-    """
-    if a is b:
-        return True
-    if isinstance(a, partial) and isinstance(b, partial):
-        return _same(a.func, b.func) and (a.args, a.keywords) == (b.args, b.keywords)
-    if hasattr(a, "__code__") and hasattr(b, "__code__"):
-        return all(
-            _parts(a, name) == _parts(b, name)
-            for name in ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__self__")
-        )
-    return bool(a == b)
+def _one_of(name: str, *values: str) -> Callable[[Any], Any]:
+    def form(value: Any) -> Any:
+        if value not in values:
+            *others, last = map('"{}"'.format, values)
+            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+        return value
+
+    return form
 
 
-def _parts(function: Any, name: str) -> Any:
-    part = getattr(function, name, None)
-    return [cell.cell_contents for cell in part] if name == "__closure__" and part else part
+def _every(name: str, what: str) -> Callable[[Any], Any]:
+    def form(value: Any) -> Any:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive number of {what} or None, got {value!r}")
+        return value
+
+    return form
 
 
-def _as_dtypes(option: WireDtype | None) -> WireDtype | None:
+def _version(value: Any) -> Any:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_int and 1 <= value < 1 << 62):
+        raise ValueError(f"version must be None or an int from 1 to 2^62 - 1, got {value!r}")
+    return value
+
+
+def _codec(value: Any) -> Any:
+    CodecSelector(value)
+    return value
+
+
+def _bytes_ratio(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"sparse_bytes_ratio must be a number above 0 and at most 1, got {value!r}")
+    CodecSelector("fast", None, value)
+    return value
+
+
+def _bucket_bytes(value: Any) -> Any:
+    if not isinstance(value, int) or not 64 <= value <= 1 << 30:
+        raise ValueError(f"bucket_bytes must be between 64 and 2^30, got {value!r}")
+    return value
+
+
+def _timeout(value: Any) -> timedelta:
+    return timedelta(seconds=check_timeout(value))
+
+
+def _name(value: Any) -> Any:
+    if value is not None and not (isinstance(value, str) and 1 <= len(value) <= _NAME_LENGTH):
+        what = f"name must be a str of 1 to {_NAME_LENGTH} characters or None"
+        raise ValueError(f"{what}, got {value!r:.250}")
+    return value
+
+
+def _into(value: Any) -> weakref.ref[Any] | None:
+    """Return a reference: a channel must not keep alive what it belongs to."""
+    if value is None or isinstance(value, weakref.ref):
+        return value
+    if not isinstance(value, torch.nn.Module | Layout):
+        raise ValueError(f"into= must be a torch.nn.Module or a dte_dist.Layout, got {type(value).__name__}")
+    return weakref.ref(value)
+
+
+def _wire_dtype(option: WireDtype | None) -> WireDtype | None:
     """Return a wire dtype as a caller gave it, with dtypes for their names.
 
     Raises:
@@ -231,12 +185,114 @@ def _as_dtype(given: Any, what: str, *others: str) -> torch.dtype:
     )
 
 
-def _as_patterns(select: Select) -> Select:
+def _patterns(select: Select) -> Select:
     """Return patterns in one order, each once; anything else as it is, to be refused where it is used."""
     if callable(select) or not isinstance(select, Iterable):
         return select
     patterns = (select,) if isinstance(select, str) else tuple(select)
     return tuple(sorted(set(patterns))) if all(isinstance(pattern, str) for pattern in patterns) else patterns
+
+
+class SyncOptions(TypedDict, total=False):
+    """The keyword options of a collective; `delta_broadcast` says what they mean."""
+
+    version: Annotated[int | None, _Option(form=_version, each_call=True)]
+    mode: Annotated[
+        Literal["delta", "full"], _Option("delta", _one_of("mode", "delta", "full"), each_call=True)
+    ]
+    detector: Annotated[Detector | None, _Option(each_call=True)]
+    route: Annotated[RouteOption, _Option("broadcast", _one_of("route", *ROUTES, AUTO), each_call=True)]
+    codec: Annotated[str, _Option("auto", _codec, each_call=True)]
+    sparse_bytes_ratio: Annotated[float, _Option(1.0, _bytes_ratio, each_call=True)]
+    group_src: Annotated[Ranks | None, _Option(shared=True)]
+    bucket_bytes: Annotated[int, _Option(16 << 20, _bucket_bytes, shared=True)]
+    anchor_interval: Annotated[int | None, _Option(form=_every("anchor_interval", "deltas"), shared=True)]
+    verify_interval: Annotated[int | None, _Option(form=_every("verify_interval", "versions"), shared=True)]
+    timeout: Annotated[timedelta | float, _Option(TIMEOUT, _timeout, shared=True)]
+    wire_dtype: Annotated[WireDtype | None, _Option(form=_wire_dtype)]
+    select: Annotated[Select, _Option(form=_patterns)]
+    rename: Annotated[Rename, _Option()]
+    into: Annotated[Module | None, _Option(form=_into)]
+    name: Annotated[str | None, _Option(form=_name, shared=True)]
+
+
+_OPTIONS: Final[Mapping[str, _Option]] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(SyncOptions, include_extras=True).items()
+}
+_DEFAULTS: Final = {name: option.default for name, option in _OPTIONS.items()}
+
+
+def options_of(**said: Unpack[SyncOptions]) -> SyncOptions:
+    """Return all options where a caller said some, each checked and in its one form.
+
+    Raises:
+        ValueError: there is no such option, or a value makes no sense; names the option.
+
+    Example:
+        >>> options_of(timeout=60)["timeout"], options_of()["mode"]
+        (datetime.timedelta(seconds=60), 'delta')
+    """
+    given = cast(dict[str, Any], said)
+    for name in given.keys() - _OPTIONS.keys():
+        near = get_close_matches(name, _OPTIONS, 1)
+        raise ValueError(f"there is no option {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
+    found = _DEFAULTS | given
+    for name, value in given.items():
+        form = _OPTIONS[name].form
+        if form is not None:
+            found[name] = form(value)
+    return cast(SyncOptions, found)
+
+
+def shared(options: SyncOptions) -> dict[str, Any]:
+    """Return what all ranks must say alike, as JSON values."""
+    said: dict[str, Any] = {name: value for name, value in options.items() if _OPTIONS[name].shared}
+    sources = said.pop("group_src")
+    return {
+        **said,
+        "src": None if sources is None else list(sources),
+        "timeout": said["timeout"].total_seconds(),
+    }
+
+
+def differences(one: SyncOptions, other: SyncOptions) -> list[str]:
+    """Return the names of options of a channel in which two calls differ."""
+    return [
+        "src" if name == "group_src" else name
+        for name, option in _OPTIONS.items()
+        if not option.each_call and not _same(one.get(name), other.get(name))
+    ]
+
+
+def timeout_of(options: SyncOptions) -> timedelta:
+    """Return the timeout of options in their one form."""
+    return timedelta(seconds=check_timeout(options["timeout"]))
+
+
+def selector_of(options: SyncOptions, bytes_per_second: float | None) -> CodecSelector:
+    """Return what chooses the codecs, for links of this speed."""
+    return CodecSelector(options["codec"], bytes_per_second, options["sparse_bytes_ratio"])
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Compare two values of an option; functions by code and by what they close over, since a lambda is made
+    anew at each call.
+    """
+    if a is b:
+        return True
+    if isinstance(a, partial) and isinstance(b, partial):
+        return _same(a.func, b.func) and (a.args, a.keywords) == (b.args, b.keywords)
+    if hasattr(a, "__code__") and hasattr(b, "__code__"):
+        return all(
+            _parts(a, name) == _parts(b, name)
+            for name in ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__self__")
+        )
+    return bool(a == b)
+
+
+def _parts(function: Any, name: str) -> Any:
+    part = getattr(function, name, None)
+    return [cell.cell_contents for cell in part] if name == "__closure__" and part else part
 
 
 def group_ranks(
@@ -282,7 +338,7 @@ def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
         >>> wire_types(torch.bfloat16, Layout.from_tensors({"w": torch.zeros(2)}).manifest)
         {'w': 'bfloat16'}
     """
-    option = _as_dtypes(option)
+    option = _wire_dtype(option)
     if option is None or isinstance(option, str):
         return None if option is None else "receiver"
     chosen: dict[str, str] = {}
@@ -299,18 +355,18 @@ def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:
     return chosen
 
 
-def layout_of(module: torch.nn.Module | Layout, options: ChannelOptions) -> Layout:
+def layout_of(module: Module, options: SyncOptions) -> Layout:
     """Return the layout of what a caller passed.
 
     Raises:
         ValueError: it is neither a module nor a layout.
     """
     if isinstance(module, Layout):
-        if options.select is not None or options.rename is not None:
+        if options["select"] is not None or options["rename"] is not None:
             raise ValueError(
                 "select= and rename= are for modules: a Layout takes them, or partial=True, where it is built"
             )
         return weakref.proxy(module)  # the channel must not keep alive what it is found by
     if not isinstance(module, torch.nn.Module):
         raise ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
-    return Layout.from_module(module, select=options.select, rename=options.rename)
+    return Layout.from_module(module, select=options["select"], rename=options["rename"])

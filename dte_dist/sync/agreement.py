@@ -31,7 +31,7 @@ import torch
 from dte_dist.codec.header import ENTRY, HEAD
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Layout
-from dte_dist.options import ChannelOptions, layout_of, wire_types
+from dte_dist.options import SyncOptions, layout_of, shared, wire_types
 from dte_dist.plan.model_map import ModelMap, RankLayout
 from dte_dist.sync.control import ControlRow
 from dte_dist.sync.description import Description, check_counts
@@ -87,7 +87,7 @@ class Agreement:
 def describe(
     module: torch.nn.Module | Layout,
     into: torch.nn.Module | Layout | None,
-    options: ChannelOptions,
+    options: SyncOptions,
     backends: str,
 ) -> Described:
     """Describe what this rank holds and wants; `backends` are those of the user's group, by device.
@@ -102,8 +102,8 @@ def describe(
         each.read().device for each in (layout, other) if each is not None and each.manifest.entries
     )
     head = {
-        "options": options.shared(),
-        "wire": wire_types(options.wire_dtype, layout.manifest),
+        "options": shared(options),
+        "wire": wire_types(options["wire_dtype"], layout.manifest),
         "partial": (layout if other is None else other).is_partial,
         "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
         "trained": [layout.is_trained(), other is not None and other.is_trained()],

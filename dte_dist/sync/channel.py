@@ -11,16 +11,17 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from dte_dist.errors import ChannelClosed, DeltaError, PeerLost
 from dte_dist.liveness.board import Verdict
 from dte_dist.liveness.watch import Watch
-from dte_dist.options import CallOptions, ChannelOptions
+from dte_dist.options import SyncOptions, selector_of
 from dte_dist.plan.transfer_plan import ROUTES
 from dte_dist.report import Phases, SyncReport, VerifyReport
 from dte_dist.sync.control import ASKED, REASONS, VERIFY, ControlRow
@@ -77,7 +78,7 @@ class Channel:
 
     def __init__(
         self,
-        options: ChannelOptions,
+        options: SyncOptions,
         parts: ChannelState,
         watch: Watch,
         wires: Sequence[Communicator],
@@ -89,6 +90,13 @@ class Channel:
         self.in_step = True
         self._pid = os.getpid()
         self.watch, self._wires = watch, wires
+
+    def into(self) -> Any:
+        """Return the module that this rank receives into, if it is not the channel's own; None if it is
+        gone.
+        """
+        into: Any = self.options["into"]
+        return into() if isinstance(into, weakref.ref) else None
 
     def close(self, why: str = "it was closed") -> None:
         """Leave the channel on purpose; the other ranks open a new one when they sync next."""
@@ -113,12 +121,12 @@ class Channel:
         self.drop(why)
 
     def prepare(
-        self, call_options: CallOptions, begin: float, *, check: Callable[[], None], background: bool = False
+        self, options: SyncOptions, begin: float, *, check: Callable[[], None], background: bool = False
     ) -> PreparedSync:
         """Look at the live tensors. Raises nothing: errors are told to all ranks later.
 
         Args:
-            call_options: of the call.
+            options: of the call.
             begin: when it began, `time.perf_counter`.
             check: raises if the arguments of the call make no sense.
             background: the caller goes on before the sync ends.
@@ -132,23 +140,23 @@ class Channel:
         try:
             if source is not None:
                 source.rollback()  # of what an interrupt may have left; it may cost the version
-            reason = self._full_reason(call_options.mode)
+            reason = self._full_reason(options["mode"])
             check()
-            chosen = self.parts.routes.choose(call_options.route)
+            chosen = self.parts.routes.choose(options["route"])
             route = self.parts.routes[chosen[0]]
             if source is not None:
                 version, selector = (
-                    call_options.version or source.state.version + 1,
-                    call_options.selector(self.parts.speed.bytes_per_second),
+                    options["version"] or source.state.version + 1,
+                    selector_of(options, self.parts.speed.bytes_per_second),
                 )
                 source.prepare(
-                    version, bool(reason), phases, call_options.detector, route.lanes, selector=selector
+                    version, bool(reason), phases, options["detector"], route.lanes, selector=selector
                 )
             if receiver is not None:
                 receiver.begin(route.index_maps)
         except Exception as caught:  # told to all ranks in the control round
             error = caught
-        row = self._row(error, call_options.version, reason, call_options.mode == "full")
+        row = self._row(error, options["version"], reason, options["mode"] == "full")
         return PreparedSync(
             replace(row, route=ROUTES.index(chosen[0])), error, phases, begin, chosen, background
         )
@@ -239,7 +247,7 @@ class Channel:
         """Return why this source prepares a full sync, as a number of `REASONS`; 0 for a delta."""
         if self.parts.source is None:
             return 0
-        state, anchor = self.parts.source.state, self.options.anchor_interval
+        state, anchor = self.parts.source.state, self.options["anchor_interval"]
         if state.version == NONE:
             return REASONS.index(
                 "first sync" if state.newest == NONE else "no version since a sync broke off"

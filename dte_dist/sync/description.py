@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final
 
 import numpy as np
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import DTYPES, Manifest
-from dte_dist.options import ChannelOptions
+from dte_dist.options import options_of, shared
 from dte_dist.plan.model_map import WireTypes
 
 __all__ = ["MOST_BYTES", "Description", "check_counts"]
@@ -34,7 +33,7 @@ class Description:
     """The description of one rank, and of every rank that is placed like it.
 
     Attributes:
-        options: those that all ranks must say alike, see `ChannelOptions.shared`.
+        options: those that all ranks must say alike, see `options.shared`.
         wire: on a source, the dtypes to send.
         partial: a receiver asks for some of the slots only.
         nccl: the rank can send its data over NCCL.
@@ -124,7 +123,7 @@ def _parts(data: bytes) -> tuple[bytes, bytes, bytes]:
 
 def _check_options(said: Any, size: int) -> None:
     """Check that options are some that a call can have."""
-    if not isinstance(said, dict) or said.keys() != ChannelOptions().shared().keys():
+    if not isinstance(said, dict) or said.keys() != shared(options_of()).keys():
         raise ValueError("its options are others")
     sources, timeout = said["src"], said["timeout"]
     if sources is not None and not (
@@ -136,9 +135,7 @@ def _check_options(said: Any, size: int) -> None:
         raise ValueError(f"its sources are not different ranks of a group of {size}")
     if type(timeout) not in (int, float):
         raise ValueError("its timeout is no number")
-    ChannelOptions(
-        timeout=timedelta(seconds=timeout), **{name: said[name] for name in said.keys() - {"src", "timeout"}}
-    )
+    options_of(**{name: value for name, value in said.items() if name != "src"})
 
 
 def _wire(said: Any) -> WireTypes:

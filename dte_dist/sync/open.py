@@ -33,7 +33,7 @@ from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
 from dte_dist.liveness.board import names
 from dte_dist.liveness.rendezvous import call_roll, forget_meeting
 from dte_dist.liveness.watch import Watch
-from dte_dist.options import ChannelOptions
+from dte_dist.options import SyncOptions, timeout_of
 from dte_dist.plan.chunks import ChunkPlan
 from dte_dist.plan.transfer_plan import Plan
 from dte_dist.sync import retained_state as kept
@@ -73,7 +73,7 @@ def open_channel(
     module: Model,
     group: dist.ProcessGroup | None,
     into: Model | None,
-    options: ChannelOptions,
+    options: SyncOptions,
     error: Exception | None,
     *,
     origin: int | None = None,
@@ -91,7 +91,7 @@ def open_channel(
             with the same text.
     """
     while True:
-        opening = _Opening(Membership.join(group, options.timeout), options, origin)
+        opening = _Opening(Membership.join(group, timeout_of(options)), options, origin)
         try:
             return opening.run(module, into, error)
         except _GivenUp:
@@ -112,14 +112,14 @@ class _Opening:
     """
 
     membership: Membership
-    options: ChannelOptions
+    options: SyncOptions
     origin: int | None
     watch: Watch = field(init=False)
     wires: list[Communicator] = field(default_factory=list)
     has_met: bool = False
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.membership, self.options.name)
+        self.watch = Watch(self.membership, self.options["name"])
         self.watch.origin = self.origin
 
     def run(self, module: Model, into: Model | None, error: Exception | None) -> Channel:
@@ -220,18 +220,18 @@ class _Opening:
             source: {width: space.numel for width, space in spaces.items()}
             for source, spaces in model.source_spaces.items()
         }
-        schedule = ChunkPlan(totals, self.options.bucket_bytes)
+        schedule = ChunkPlan(totals, self.options["bucket_bytes"])
         source = self._source(agreement, mine, module, schedule) if rank in agreement.sources else None
         receiver = self._receiver(agreement, mine, target) if rank in agreement.receivers else None
         self._warm({width for spaces in model.source_spaces.values() for width in spaces})
         speed = LinkSpeed()
         relay = BucketedBroadcast(
-            gather, lineage, rank=rank, root=root, bucket_bytes=self.options.bucket_bytes, speed=speed
+            gather, lineage, rank=rank, root=root, bucket_bytes=self.options["bucket_bytes"], speed=speed
         )
         exchange = PairwiseExchange(pairs, rank=rank, sources=agreement.sources)
         routes = Routes(
             lambda: BroadcastRoute(model, schedule, source, receiver, relay=relay, root=root),
-            lambda: P2PRoute(model, rank, self.options.bucket_bytes, receiver, exchange),
+            lambda: P2PRoute(model, rank, self.options["bucket_bytes"], receiver, exchange),
             lambda: Plan.of(model, root),
         )
         parts = ChannelState(
@@ -243,7 +243,7 @@ class _Opening:
             InlineFrames(len(agreement.sources)),
             speed,
             Verifier(model, self.wires[0], source, receiver),
-            self.options.verify_interval,
+            self.options["verify_interval"],
         )
         return Channel(self.options, parts, self.watch, self.wires, frozenset(mine.devices))
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dte_dist.layout import Layout
-from dte_dist.options import ChannelOptions
+from dte_dist.options import SyncOptions
 from dte_dist.sync import in_flight as running
 from dte_dist.sync import retained_state as kept
 from dte_dist.sync.background import THREAD_NAME
@@ -46,7 +46,7 @@ def find_or_open(
     module: Model,
     group: dist.ProcessGroup,
     into: Model | None,
-    options: ChannelOptions,
+    options: SyncOptions,
     error: Exception | None,
 ) -> Channel:
     """Return the open channel of (module, group), or open one; opening is collective.
@@ -76,7 +76,7 @@ def find_or_open(
             mine.pop(other).close("its group is gone")
     _forget_origins(module)
     if group not in mine:
-        _retire(group, options.name)
+        _retire(group, options["name"])
         with _no_collection():
             origin = _origins.get(module, {}).get(group)
             mine[group] = open_channel(module, group, into, options, error, origin=origin)
@@ -103,7 +103,7 @@ def find(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
 def _warn_of_twins(opened: Channel, group: dist.ProcessGroup) -> None:
     """Warn where another channel over the group is like the one just opened, and neither has a name."""
     others = [channels[group] for channels in list(_channels.values()) if group in channels]
-    nameless = [each for each in (opened, *others) if each.broken is None and each.options.name is None]
+    nameless = [each for each in (opened, *others) if each.broken is None and each.options["name"] is None]
     if opened in nameless and any(_are_alike(opened, other) for other in nameless if other is not opened):
         _log.warning(
             "another module with the same layout is synchronised over this group: pass name= for each. A "
@@ -127,7 +127,7 @@ def _retire(group: dist.ProcessGroup, name: str | None) -> None:
     """
     others = [channels[group] for channels in list(_channels.values()) if group in channels]
     for channel in others:
-        if name is not None and channel.options.name == name:
+        if name is not None and channel.options["name"] == name:
             channel.close(f"another module took its name, {name!r}")
 
 

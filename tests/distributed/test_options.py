@@ -284,3 +284,23 @@ def test_a_report_counts_the_segments_this_rank_sent_by_codec_and_a_dense_one_be
         ("delta", 0, 0),
         ("full", total, 2),
     ]
+
+
+def misspelt(rank: int, world: int, collective: str, opened: bool) -> Any:
+    """Rank 2 misspells an option, at the first call or at a later one."""
+    call, module = getattr(dte_dist, collective), model(rank)
+    if opened:
+        call(module, timeout=TIMEOUT)
+    wrong = {"anchor_intervall": 3} if rank == 2 else {}
+    error = caught(lambda: call(module, timeout=TIMEOUT, **wrong))
+    return error, facts(call(module, timeout=TIMEOUT))[2]
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("collective", ["delta_broadcast", "delta_p2p"])
+def test_an_option_that_is_none_is_one_error_on_all_ranks(
+    ranks: Ranks, collective: str, opened: bool
+) -> None:
+    (kind, text), after = same(ranks.run(misspelt, collective, opened))
+    assert (kind, after) == ("ValueError", "delta" if opened else "full")
+    assert "there is no option 'anchor_intervall', did you mean 'anchor_interval'?" in text

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from dte_dist.layout import Layout
-from dte_dist.options import ChannelOptions, layout_of, wire_types
+from dte_dist.options import differences as differing
+from dte_dist.options import layout_of, options_of, shared, wire_types
 
 
 def differences(name: str, one: Any, other: Any) -> list[str]:
-    return ChannelOptions(**{name: one}).differences(ChannelOptions(**{name: other}))
+    return differing(options_of(**{name: one}), options_of(**{name: other}))
 
 
 def ending(text: str) -> Callable[[str], bool]:
@@ -81,32 +82,36 @@ def test_a_call_that_says_something_else_is_named(one: Any, other: Any) -> None:
 
 
 def test_every_option_that_differs_is_named() -> None:
-    one = ChannelOptions(bucket_bytes=128, wire_dtype=torch.bfloat16)
-    assert one.differences(ChannelOptions(bucket_bytes=128, wire_dtype=torch.bfloat16)) == []
-    assert one.differences(ChannelOptions(anchor_interval=3)) == [
-        "bucket_bytes",
-        "anchor_interval",
-        "wire_dtype",
-    ]
+    one = options_of(bucket_bytes=128, wire_dtype=torch.bfloat16)
+    assert differing(one, options_of(bucket_bytes=128, wire_dtype=torch.bfloat16)) == []
+    other = options_of(anchor_interval=3)
+    assert differing(one, other) == ["bucket_bytes", "anchor_interval", "wire_dtype"]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, 3, b"a", ["a"], True], ids=lambda name: str(name)[:8])
 def test_what_is_no_name_of_a_channel_is_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="name must be a str of 1 to 200 characters or None, got"):
-        ChannelOptions(name=name)
+        options_of(name=name)
 
 
 def test_the_name_of_a_channel_is_compared_between_ranks_and_between_calls() -> None:
-    assert (
-        ChannelOptions().shared()["name"] is None
-        and ChannelOptions(name="x" * 200).shared()["name"] == "x" * 200
-    )
+    assert shared(options_of())["name"] is None and shared(options_of(name="x" * 200))["name"] == "x" * 200
     assert differences("name", "actor", "reference") == differences("name", None, "actor") == ["name"]
     assert differences("name", "actor", "actor") == []
 
 
 def test_a_detector_is_no_option_of_a_channel() -> None:
-    assert "detector" not in ChannelOptions.__slots__
+    assert differences("detector", None, lambda live, known: known) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("ratio", None), ("tiemout", "timeout"), ("ancor_interval", "anchor_interval")]
+)
+def test_an_option_that_is_none_is_refused_with_the_nearest(name: str, near: str | None) -> None:
+    with pytest.raises(ValueError, match=f"there is no option '{name}'") as caught:
+        options_of(**{name: 3})
+    assert (near is None) == ("did you mean" not in str(caught.value))
+    assert near is None or f"did you mean '{near}'?" in str(caught.value)
 
 
 MANIFEST = Layout.from_tensors({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int32)}).manifest
@@ -134,7 +139,7 @@ WIRES = {
 def test_wire_dtypes_are_written_by_name_where_they_differ(option: Any, types: Any) -> None:
     assert (
         wire_types(option, MANIFEST)
-        == wire_types(ChannelOptions(wire_dtype=option).wire_dtype, MANIFEST)
+        == wire_types(options_of(wire_dtype=option)["wire_dtype"], MANIFEST)
         == types
     )
 
@@ -150,7 +155,7 @@ NAMES = {
     ("dtype", "name"), [(dtype, name) for dtype, names in NAMES.items() for name in names], ids=str
 )
 def test_a_dtype_and_its_names_are_the_same_option(dtype: torch.dtype, name: str) -> None:
-    assert ChannelOptions(wire_dtype=name).wire_dtype is dtype
+    assert options_of(wire_dtype=name)["wire_dtype"] is dtype
     assert (
         differences("wire_dtype", name, dtype) == differences("wire_dtype", {"w": dtype}, {"w": name}) == []
     )
@@ -194,7 +199,7 @@ def test_what_gives_no_dtype_is_refused_by_the_name_of_the_tensor(option: Any) -
 @pytest.mark.parametrize("option", ["", "bfloat", "BF16", "torch.bfloat16", "int8", "fp8"])
 def test_a_name_of_no_dtype_is_refused_with_those_that_are(option: str) -> None:
     accepted = "'bf16', 'bfloat16', 'fp16', 'float16', 'half', 'fp32', 'float32', 'float', \"receiver\""
-    for takes in (lambda: ChannelOptions(wire_dtype=option), lambda: wire_types(option, MANIFEST)):
+    for takes in (lambda: options_of(wire_dtype=option), lambda: wire_types(option, MANIFEST)):
         with pytest.raises(ValueError) as caught:
             takes()
         assert str(caught.value) == f"wire_dtype must be a torch.dtype or one of {accepted}, got {option!r}"
@@ -203,7 +208,7 @@ def test_a_name_of_no_dtype_is_refused_with_those_that_are(option: str) -> None:
 @pytest.mark.parametrize("option", [3, ["bfloat16"], 2.0], ids=str)
 def test_what_is_no_kind_of_wire_dtype_is_refused(option: Any) -> None:
     with pytest.raises(ValueError, match="wire_dtype must be a dtype or its name, a mapping, a function"):
-        ChannelOptions(wire_dtype=option)
+        options_of(wire_dtype=option)
 
 
 PATTERNS = ["*.weight", ["*.weight"], ("*.weight",), {"*.weight"}, ["*.weight", "*.weight"]]
@@ -222,7 +227,7 @@ def test_what_is_no_patterns_is_refused(select: Any) -> None:
         ValueError,
         match=r"select must be a callable, a pattern such as 'layers\.\*' or a list of patterns, not",
     ):
-        layout_of(nn.Linear(2, 2), ChannelOptions(select=select))
+        layout_of(nn.Linear(2, 2), options_of(select=select))
 
 
 @pytest.mark.parametrize(
@@ -230,11 +235,11 @@ def test_what_is_no_patterns_is_refused(select: Any) -> None:
 )
 def test_names_are_chosen_where_a_layout_is_built_not_where_it_is_used(options: Any) -> None:
     layout = Layout.from_tensors({"w": torch.zeros(3)})
-    assert layout_of(layout, ChannelOptions()).manifest is layout.manifest
+    assert layout_of(layout, options_of()).manifest is layout.manifest
     with pytest.raises(ValueError, match="where it is built"):
-        layout_of(layout, ChannelOptions(**options))
+        layout_of(layout, options_of(**options))
 
 
 def test_a_module_is_selected_and_renamed() -> None:
-    options = ChannelOptions(select=["weight"], rename=lambda name: f"layer.{name}")
+    options = options_of(select=["weight"], rename=lambda name: f"layer.{name}")
     assert [entry.name for entry in layout_of(nn.Linear(2, 2), options).manifest.entries] == ["layer.weight"]

@@ -48,7 +48,7 @@ from dte_dist.liveness.notes import read_note
 from dte_dist.liveness.places import Place
 from dte_dist.liveness.presence import Process
 from dte_dist.liveness.rendezvous import _said
-from dte_dist.options import ChannelOptions
+from dte_dist.options import options_of
 from dte_dist.sync.agreement import _check_numbers, _unflatten, describe
 from dte_dist.sync.control import NONE, ControlRow, common_version, decide
 from dte_dist.sync.description import Description as RankDescription
@@ -295,17 +295,17 @@ def manifest_with_other_json(rng: Random) -> str:
 def descriptions() -> list[bytes]:
     layout = Layout.from_tensors({"w": torch.zeros(3, 2), "b": torch.zeros(2, dtype=torch.bfloat16)})
     return [
-        describe(torch.nn.Linear(2, 3), None, ChannelOptions(), "cpu:gloo").data,
+        describe(torch.nn.Linear(2, 3), None, options_of(), "cpu:gloo").data,
         describe(
             torch.nn.Linear(2, 3),
             None,
-            ChannelOptions(sources=(2, 0), wire_dtype=torch.bfloat16, anchor_interval=7),
+            options_of(group_src=(2, 0), wire_dtype=torch.bfloat16, anchor_interval=7),
             "cpu:gloo",
         ).data,
         describe(
             layout,
             Layout.from_tensors({"w": torch.zeros(3, 2)}),
-            ChannelOptions(wire_dtype="receiver"),
+            options_of(wire_dtype="receiver"),
             "cpu:gloo",
         ).data,
     ]

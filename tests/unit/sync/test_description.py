@@ -13,7 +13,7 @@ from torch import nn
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import WHOLE, Cut, Entry, Layout, Manifest, MeshSpec, Placement
-from dte_dist.options import ChannelOptions
+from dte_dist.options import options_of, shared
 from dte_dist.sync.agreement import _check_numbers, _flatten, _unflatten, describe
 from dte_dist.sync.description import MOST_BYTES, Description, check_counts
 
@@ -27,7 +27,7 @@ def layout(name: str = "w") -> Layout:
 
 def written(into: Layout | None = None, **options: Any) -> bytes:
     return describe(
-        nn.Linear(2, 3) if into is None else layout(), into, ChannelOptions(**options), "cpu:gloo"
+        nn.Linear(2, 3) if into is None else layout(), into, options_of(**options), "cpu:gloo"
     ).data
 
 
@@ -46,9 +46,9 @@ def joined(head: bytes, manifest: bytes, into: bytes = b"", sizes: list[int] | N
 @pytest.mark.parametrize("sources", [None, (2, 0)])
 def test_a_description_comes_back(into: str | None, sources: tuple[int, ...] | None) -> None:
     target = layout() if into else None
-    data = written(target, sources=sources, wire_dtype=into, bucket_bytes=64, anchor_interval=3)
+    data = written(target, group_src=sources, wire_dtype=into, bucket_bytes=64, anchor_interval=3)
     said = Description.parse(data, rank=1, size=SIZE)
-    assert said.options == ChannelOptions(sources=sources, bucket_bytes=64, anchor_interval=3).shared()
+    assert said.options == shared(options_of(group_src=sources, bucket_bytes=64, anchor_interval=3))
     assert (said.wire, said.partial, said.nccl, said.numbers) == (into, False, False, 0)
     assert [entry.name for entry in said.manifest.entries] == (["b", "w"] if into else ["bias", "weight"])
     assert (said.into is None) == (into is None) and (said.into is None or said.into == target.manifest)

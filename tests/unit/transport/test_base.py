@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dte_dist import DeltaEngine, LoopbackTransport, Payload, PeerLost, ProcessGroupTransport, delta_broadcast
-from dte_dist.options import ChannelOptions
+from dte_dist import DeltaEngine, LoopbackTransport, Payload, PeerLost, ProcessGroupTransport
+from dte_dist.options import options_of
 from dte_dist.transport.base import TIMEOUT, check_timeout
 
 GOOD = {3: 3.0, 0.001: 0.001, 1e9: 1e9, timedelta(minutes=2): 120.0, timedelta(milliseconds=1): 0.001}
@@ -34,13 +34,13 @@ WRONG = [
 @pytest.mark.parametrize(("said", "seconds"), GOOD.items(), ids=map(str, GOOD))
 def test_a_timeout_is_seconds_or_a_timedelta(said: Any, seconds: float) -> None:
     assert check_timeout(said) == seconds and type(check_timeout(said)) is float
-    assert ChannelOptions(timeout=said).timeout == timedelta(seconds=seconds)
+    assert options_of(timeout=said)["timeout"] == timedelta(seconds=seconds)
     assert DeltaEngine(LoopbackTransport(), timeout=said)._timeout == seconds
 
 
 TAKES: dict[str, Callable[[Any], Any]] = {
     "check_timeout": check_timeout,
-    "the collectives": lambda wrong: ChannelOptions(timeout=wrong),
+    "the collectives": lambda wrong: options_of(timeout=wrong),
     "an engine": lambda wrong: DeltaEngine(LoopbackTransport(), timeout=wrong),
     "a send": lambda wrong: LoopbackTransport().send(Payload(1, -1, True, {}), timeout=wrong),
     "a receive": lambda wrong: LoopbackTransport().receive(1, timeout=wrong),
@@ -58,8 +58,8 @@ def test_what_torch_would_take_for_no_timeout_at_all_is_refused(where: str, wron
 
 
 def test_one_default_for_all() -> None:
-    assert timedelta(minutes=10) == TIMEOUT == ChannelOptions().timeout
-    for takes in (DeltaEngine, ProcessGroupTransport, delta_broadcast):
+    assert timedelta(minutes=10) == TIMEOUT == options_of()["timeout"]
+    for takes in (DeltaEngine, ProcessGroupTransport):
         assert inspect.signature(takes).parameters["timeout"].default is TIMEOUT
 
 
