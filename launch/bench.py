@@ -29,6 +29,7 @@ import sys
 from benchlib.launcher import STARTED, launch
 from benchlib.links import NetworkError
 from benchlib.settings import Flags, read_flags
+from commonlib.console import complain
 
 
 def main() -> int:
@@ -37,11 +38,12 @@ def main() -> int:
     if "RANK" not in os.environ:
         return start(ranks, flags)
     if flags.links and STARTED not in os.environ:
-        return complain("--links starts the ranks itself: run it without torchrun")
+        return complain("--links starts the ranks itself: run it without torchrun", code=1)
     if int(os.environ["WORLD_SIZE"]) < ranks:
         return complain(
             f"preset {flags.preset} needs {ranks} ranks: torchrun --standalone --nproc-per-node "
-            f"{ranks} launch/bench.py ..."
+            f"{ranks} launch/bench.py ...",
+            code=1,
         )
     from benchlib import (
         rank,
@@ -53,16 +55,11 @@ def main() -> int:
 def start(ranks: int, flags: Flags) -> int:
     """Start the ranks and wait for them."""
     try:
-        return launch(__file__, sys.argv[1:], ranks, flags.links)
+        return launch(__file__, sys.argv[1:], ranks, flags.rate)
     except NetworkError as error:
-        return complain(str(error))
+        return complain(str(error), code=1)
     except KeyboardInterrupt:
-        return complain("interrupted")
-
-
-def complain(text: str) -> int:
-    print(text, file=sys.stderr, flush=True)
-    return 1
+        return complain("interrupted", code=1)
 
 
 if __name__ == "__main__":

@@ -8,32 +8,44 @@ The text between the two `notes` comments of an existing file is kept: what boun
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tyro.conf import Positional
+
 from benchlib.plots import draw
+from benchlib.report import markdown, phase_lines, tables
 from benchlib.rows import Row, read_rows
-from benchlib.show import markdown, phase_lines, tables
 from benchlib.targets import verdicts
+from commonlib.settings import parse, refuse
 
 BEGIN, END = "<!-- notes: kept when this file is written anew -->", "<!-- end of notes -->"
 RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """The command line.
+
+    Attributes:
+        files: JSON files of launch/bench.py.
+        out: the document.
+        plots: folder for the plots; None stands for one beside the document that has its name.
+    """
+
+    files: Positional[tuple[Path, ...]] = ()
+    out: Path = RESULTS
+    plots: Path | None = None
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/results.md from what launch/bench.py measured.")
-    parser.add_argument("files", nargs="+", type=Path, help="JSON files of launch/bench.py")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the document (default: docs/results.md)")
-    parser.add_argument(
-        "--plots",
-        type=Path,
-        help="folder for the plots (default: beside the document, in a folder of its name)",
-    )
-    said = parser.parse_args()
+    said = parse(Flags(), None, "Write docs/results.md from what launch/bench.py measured.")
+    if not said.files:
+        refuse("name the JSON files of launch/bench.py")
     try:
         rows = [row for path in said.files for row in read_rows(path)]
     except (OSError, ValueError, TypeError) as error:

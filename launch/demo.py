@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dte_dist
-from plot import draw
-from reference import DenseBroadcast
-from roles import Rollout, Trainer
-from settings import Settings, read_settings
-from show import Screen, Step, summary
-from text import Tokenizer, manual, zen
+from commonlib.console import Console, complain
+from commonlib.text import Tokenizer, manual, zen
+from commonlib.training import Trainer
+from demolib.plot import draw
+from demolib.proof import Proof
+from demolib.rollout import Rollout
+from demolib.settings import Settings, read_settings
+from demolib.steps import Step, summary
 
 PROMPTS = ("Beautiful is", "Now is", "In the face", "Errors should", "If the implementation")
 
@@ -36,11 +37,9 @@ PROMPTS = ("Beautiful is", "Now is", "In the face", "Errors should", "If the imp
 def main() -> int:
     settings = read_settings()
     if int(os.environ.get("WORLD_SIZE", "1")) % 2:
-        print(
-            "start an even number of ranks: torchrun --standalone --nproc-per-node 4 launch/demo.py",
-            file=sys.stderr,
+        return complain(
+            "start an even number of ranks: torchrun --standalone --nproc-per-node 4 launch/demo.py", code=2
         )
-        return 2
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
@@ -52,71 +51,70 @@ def main() -> int:
 def run(settings: Settings) -> int:
     """The demo on one rank; returns its exit code."""
     rank, half = dist.get_rank(), dist.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("role", "shard"))[
-        "shard"
-    ]  # row 0 trains, row 1 generates
-    text = zen()
-    tokenizer = Tokenizer([text, manual()], settings.vocab)
-    role = (
-        Trainer(settings, mesh, torch.tensor(tokenizer.encode(text)))
-        if rank < half
-        else Rollout(settings, mesh)
-    )
+    meshes = init_device_mesh("cpu", (2, half), mesh_dim_names=("role", "shard"))
+    mesh, text = meshes["shard"], zen()  # row 0 trains, row 1 generates
+    tokenizer = Tokenizer([text, manual()], settings.model.vocab)
+    role: Trainer | Rollout
+    if rank < half:
+        role = Trainer(settings.model, settings.training, mesh, torch.tensor(tokenizer.encode(text)))
+    else:
+        role = Rollout(settings.model, settings.training.seed + 1, mesh)
 
     million = sum(parameter.numel() for parameter in role.model.parameters()) / 1e6
     title = (
         f"{million:.1f}M parameters, FSDP2 over {half} to tensor parallel over {half}, gloo "
         f"between {2 * half} processes"
     )
-    with Screen(rank == 0, settings.warmup_steps + settings.steps) as screen:
-        screen.say(title)
-        warm_up(role, settings, screen)
-        dense = DenseBroadcast(role.model, trains=rank < half)
-        steps = rounds(role, dense, tokenizer, settings, screen)
-        wrong = dense.first_difference()
+    with Console(rank == 0, settings.training.warmup_steps + settings.training.steps) as console:
+        console.say(title)
+        warm_up(role, settings, console)
+        proof = Proof(role.model, trains=rank < half)
+        steps = rounds(role, proof, tokenizer, settings, console)
+        wrong = proof.first_difference()
 
-    screen.table(summary(steps))
+    lines = summary(steps)
+    console.table(lines, left=lines[0][:1])
     if rank == 0:
-        print(draw(steps, title, Path(settings.plot)))
-        print("bit-exact: yes" if wrong is None else f"bit-exact: no, first in {wrong}", flush=True)
+        console.say(draw(steps, title, settings.output.plot))
+        console.say("bit-exact: yes" if wrong is None else f"bit-exact: no, first in {wrong}")
     return 0 if wrong is None else 1
 
 
-def warm_up(role: Trainer | Rollout, settings: Settings, screen: Screen) -> None:
+def warm_up(role: Trainer | Rollout, settings: Settings, console: Console) -> None:
     """Take the trainers from random weights to ones that have learned a little; no rollout rank knows of them
     yet.
     """
     losses = []
-    for _ in range(settings.warmup_steps):
+    for _ in range(settings.training.warmup_steps):
         role.train()
         losses.append(role.loss)
-        screen.advance("warm-up")
+        console.advance("warm-up")
     if isinstance(role, Trainer):
         role.settle()
-    screen.say(f"warm-up: loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else "no warm-up")
+    console.say(f"warm-up: loss {losses[0]:.2f} -> {losses[-1]:.2f}" if losses else "no warm-up")
 
 
 def rounds(
-    role: Trainer | Rollout, dense: DenseBroadcast, tokenizer: Tokenizer, settings: Settings, screen: Screen
+    role: Trainer | Rollout, proof: Proof, tokenizer: Tokenizer, settings: Settings, console: Console
 ) -> list[Step]:
-    """Train, synchronise, generate: `settings.steps` times; returns what each time cost."""
-    sync = sync_while_training if settings.overlap else sync_then_train
+    """Train, synchronise, generate: `settings.training.steps` times; returns what each time cost."""
+    sync = sync_while_training if settings.sync.overlap else sync_then_train
     steps = []
     role.train()
-    for number in range(1, settings.steps + 1):
+    for number in range(1, settings.training.steps + 1):
         loss = role.loss
-        report, delta_seconds = sync(role.model, role.train if number < settings.steps else nothing)
-        screen.say(f"step {number:2}  loss {loss:.2f}  {report}")
+        report, delta_seconds = sync(role.model, role.train if number < settings.training.steps else nothing)
+        console.say(f"step {number:2}  loss {loss:.2f}  {report}")
 
-        sample = generate(role, tokenizer, PROMPTS[number % len(PROMPTS)], settings.new_tokens)
-        if number == 1 or number % settings.show_every == 0:
-            screen.say(f"  rollout: {sample!r}")
+        sample = generate(role, tokenizer, PROMPTS[number % len(PROMPTS)], settings.output.new_tokens)
+        if number == 1 or number % settings.output.show_every == 0:
+            console.say(f"  rollout: {sample!r}")
 
         start = all_here()
-        dense.run()
+        proof.run()
         dense_seconds = all_here() - start
-        steps.append(Step.of(report, delta_seconds, dense.bytes, dense_seconds))
-        screen.advance("RL steps")
+        steps.append(Step.of(report, delta_seconds, proof.bytes, dense_seconds))
+        console.advance("RL steps")
     return steps
 
 

@@ -5,24 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchlib.report import head
 from benchlib.rows import Row
-from benchlib.show import head
+from commonlib.plots import COLORS, draw_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["draw"]
 
-_COLORS = {
-    "dense_broadcast": "#b0b0b0",
-    "dense_p2p": "#7f7f7f",
-    "published": "#ff7f0e",
-    "delta_broadcast": "#1f77b4",
-    "delta_p2p": "#2ca02c",
-}
 _DASHES = ("-", "--", ":", "-.")
 
 
@@ -30,29 +25,22 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw every scenario with at least two densities that are not 0; returns the files, none without
     matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return []
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for title, group in itertools.groupby(rows, head):
         found = [row for row in group if row.kind == "sync" and row.changed]
         if len({row.density for row in found}) < 2:
             continue
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _lines(left, found, "seconds (median)", "median_s")
-        _lines(right, found, "bytes to each receiver, per changed element", "bytes_per_change")
-        limits = sorted({(row.density, row.limit_bytes_per_change or 0.0) for row in found})
-        right.plot([x for x, _ in limits], [y for _, y in limits], "k.", markersize=4, label="entropy limit")
-        left.legend(fontsize=8)
-        right.legend(fontsize=8)
-        figure.suptitle(title, fontsize=11)
-        path = folder / f"{found[0].preset}_{re.sub('[^a-z0-9.]+', '_', title.lower()).strip('_')}.png"
-        figure.savefig(path, dpi=130)
-        paths.append(path)
-    return paths
+        name = re.sub("[^a-z0-9.]+", "_", title.lower()).strip("_")
+        path = folder / f"{found[0].preset}_{name}.png"
+        paths.append(draw_panels(path, title, partial(_fill, found)))
+    return [path for path in paths if path is not None]
+
+
+def _fill(rows: Sequence[Row], left: Axes, right: Axes) -> None:
+    _lines(left, rows, "seconds (median)", "median_s")
+    _lines(right, rows, "bytes to each receiver, per changed element", "bytes_per_change")
+    limits = sorted({(row.density, row.limit_bytes_per_change or 0.0) for row in rows})
+    right.plot([x for x, _ in limits], [y for _, y in limits], "k.", markersize=4, label="entropy limit")
 
 
 def _lines(axes: Axes, rows: Sequence[Row], what: str, field: str) -> None:
@@ -70,12 +58,8 @@ def _lines(axes: Axes, rows: Sequence[Row], what: str, field: str) -> None:
             style,
             marker="o",
             markersize=3,
-            color=_COLORS.get(method),
+            color=COLORS.get(method),
             label=label,
         )
-    axes.set(xscale="log", yscale="log", xlabel="changed elements, %")
+    axes.set(xscale="log", xlabel="changed elements, %", title=what)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title(what, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchlib.dense import DenseBroadcast
+from benchlib.dense import Dense
 from benchlib.methods import Method, Moved
 from benchlib.world import World
 from dte_dist.report import Phases
@@ -52,7 +52,7 @@ class Published(Method):
 
     name = "published"
 
-    def __init__(self, world: World, bucket_bytes: int, dense: DenseBroadcast) -> None:
+    def __init__(self, world: World, bucket_bytes: int, dense: Dense) -> None:
         self._world, self._bucket_bytes, self._dense = world, bucket_bytes, dense
         self._snapshots: list[Tensor] = (
             [torch.empty_like(each) for each in world.locals()] if world.is_source else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,11 @@ import torch.distributed as dist
 from benchlib.check import NotExact
 from benchlib.context import LOOPBACK, Context
 from benchlib.plots import draw
+from benchlib.report import print_tables
 from benchlib.rows import Row, write_rows
 from benchlib.run import run_all
 from benchlib.settings import Flags, Scenario
-from benchlib.show import print_tables
+from commonlib.console import Console
 
 __all__ = ["main"]
 
@@ -38,20 +38,18 @@ def main(flags: Flags, scenarios: list[Scenario]) -> int:
 
 
 def _run(flags: Flags, scenarios: list[Scenario], *, leads: bool) -> None:
-    def say(text: str) -> None:
-        if leads:
-            print(text, flush=True)
+    console = Console(leads)
 
     def done(rows: list[Row]) -> None:
         if leads:
-            write_rows(flags.json, rows)
+            write_rows(flags.rows, rows)
 
     rows = run_all(
         scenarios,
-        Context(Path(flags.preset).stem.removeprefix("bench_"), str(flags.links or LOOPBACK), say, done),
+        Context(flags.preset_name, str(flags.rate or LOOPBACK), console.say, done),
     )
     if leads:
-        print_tables(rows)
+        print_tables(rows, console)
         for path in draw(rows, flags.plots) if flags.plots else ():
-            print(f"plot: {path}")
-        print(f"every receiver was bit-exact after every call; rows: {flags.json}", flush=True)
+            console.say(f"plot: {path}")
+        console.say(f"every receiver was bit-exact after every call; rows: {flags.rows}")

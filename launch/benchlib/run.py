@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchlib.check import check
 from benchlib.context import Context
 from benchlib.delta import Delta, Live
-from benchlib.dense import DenseBroadcast
+from benchlib.dense import Dense
 from benchlib.limit import Limit
 from benchlib.measure import Call, read_seconds, summarize, timed
 from benchlib.methods import Method
@@ -122,7 +122,7 @@ def _take_turns(
 
 
 def _make_methods(scenario: Scenario, world: World) -> list[Method]:
-    dense = DenseBroadcast(world, scenario.bucket_bytes)
+    dense = Dense(world, scenario.bucket_bytes)
     lives = [Live(world, codec, scenario.bucket_bytes) for codec in scenario.codecs or ("",)]
     methods: list[Method] = []
     for name in scenario.methods:

@@ -7,15 +7,14 @@ run for every combination.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchlib.links import Rate
+from commonlib.settings import SettingsError, build, did_you_mean, parse, read_toml, refuse
 
 __all__ = [
     "BASELINES",
@@ -28,7 +27,7 @@ __all__ = [
     "sources_and_receivers",
 ]
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 BASELINES = ("dense_broadcast", "dense_p2p", "published")
 METHODS = (*BASELINES, "delta_broadcast", "delta_p2p", "full_broadcast")
 _KINDS = ("sync", "open", "compile")
@@ -101,80 +100,84 @@ class Flags:
     """The command line.
 
     Attributes:
-        preset: name of a file configs/bench_<preset>.toml, or a path.
-        json: where the rows go.
-        plots: folder for the plots, if wanted.
-        links: rate of every link, if each rank is to live in a network namespace of its own.
+        preset: configs/bench_<preset>.toml, or a path.
+        json: file for the rows; None stands for out/bench_<preset>[_<links>].json.
+        plots: folder for plots; None draws none.
+        links: rate such as 1gbit: every rank gets a link of this rate (needs root; not under torchrun).
     """
 
-    preset: str
-    json: Path
-    plots: Path | None
-    links: Rate | None
+    preset: str = "quick"
+    json: Path | None = None
+    plots: Path | None = None
+    links: str | None = None
+
+    @property
+    def rate(self) -> Rate | None:
+        """Return the rate of the links.
+
+        Raises:
+            ValueError: `links` is not one.
+        """
+        return Rate.parse(self.links) if self.links is not None else None
+
+    @property
+    def preset_name(self) -> str:
+        return Path(self.preset).stem.removeprefix("bench_")
+
+    @property
+    def rows(self) -> Path:
+        """Return where the rows go."""
+        links = f"_{self.rate}" if self.rate else ""
+        return self.json or Path("out") / f"bench_{self.preset_name}{links}.json"
 
 
 def read_flags(argv: Sequence[str] | None = None) -> tuple[Flags, list[Scenario]]:
-    """Return the flags in `argv` and the scenarios of the preset they name."""
-    parser = argparse.ArgumentParser(
-        description="Time delta syncs beside dense ones; every call is checked bit for bit."
-    )
-    parser.add_argument(
-        "--preset", default="quick", help="configs/bench_<preset>.toml, or a path (default: quick)"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="write the rows here (default: out/bench_<preset>[_<links>].json)"
-    )
-    parser.add_argument("--plots", type=Path, help="folder for plots (default: none are drawn)")
-    parser.add_argument(
-        "--links",
-        type=Rate.parse,
-        help="such as 1gbit: every rank behind a link of this rate (root, not under torchrun)",
-    )
-    said = parser.parse_args(argv)
-    name = Path(said.preset).stem.removeprefix("bench_")
-    target = said.json or Path("out") / f"bench_{name}{f'_{said.links}' if said.links else ''}.json"
+    """Return the flags in `argv` and the scenarios of the preset they name.
+
+    Raises:
+        SystemExit: 0 after `--help`, 2 for wrong flags or a wrong preset.
+    """
+    flags = parse(Flags(), argv, "Time delta syncs beside dense ones; every call is checked bit for bit.")
     try:
-        scenarios = read_preset(said.preset)
-    except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error))
-    return Flags(preset=said.preset, json=target, plots=said.plots, links=said.links), scenarios
+        _ = flags.rate
+        return flags, read_preset(flags.preset)
+    except ValueError as error:
+        refuse(str(error))
 
 
 def read_preset(name: str) -> list[Scenario]:
     """Return the scenarios of a preset, given by name or as a path to a TOML file.
 
     Raises:
-        OSError: there is no such file.
-        TypeError, ValueError: it is not a preset.
+        SettingsError: there is no such file, or it is not a preset.
     """
     path = Path(name) if name.endswith(".toml") else CONFIGS / f"bench_{name}.toml"
-    if not path.exists():
-        known = ", ".join(sorted(each.stem.removeprefix("bench_") for each in CONFIGS.glob("bench_*.toml")))
-        raise FileNotFoundError(f"there is no preset {path}; known: {known}")
-    content = tomllib.loads(path.read_text())
+    if not path.exists() and not name.endswith(".toml"):
+        known = [each.stem.removeprefix("bench_") for each in CONFIGS.glob("bench_*.toml")]
+        raise SettingsError(f"there is no preset {name!r}{did_you_mean(name, known)}")
+    content = read_toml(path)
     tables = content.pop("scenario", [])
-    scenarios = [scenario for table in tables for scenario in _expand(content | table)]
+    if not isinstance(tables, list):
+        raise SettingsError(f"{path}: scenario must be a list of tables, [[scenario]]")
+    scenarios = [
+        scenario
+        for number, table in enumerate(tables, 1)
+        for scenario in _expand(content | table, f"{path}, scenario {number}")
+    ]
     if not scenarios:
-        raise ValueError(f"{path} has no [[scenario]]")
+        raise SettingsError(f"{path} has no [[scenario]]")
     return scenarios
 
 
-def _expand(table: dict[str, Any]) -> Iterator[Scenario]:
-    unknown = table.keys() - {field.name for field in fields(Scenario)}
-    if unknown:
-        raise ValueError(f"unknown keys in a scenario: {', '.join(sorted(unknown))}")
+def _expand(table: dict[str, Any], where: str) -> Iterator[Scenario]:
+    """Yield a scenario for every combination of what the table lists."""
     axes = [
-        (name, table[name] if isinstance(table[name], list) else [table[name]])
+        [(name, value) for value in (table[name] if isinstance(table[name], list) else [table[name]])]
         for name in _AXES
         if name in table
     ]
-    rest: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in table.items()
-        if name not in _AXES
-    }
-    for values in itertools.product(*(values for _, values in axes)):
-        yield Scenario(**rest | dict(zip((name for name, _ in axes), values, strict=True)))
+    for values in itertools.product(*axes):
+        yield build(Scenario, table | dict(values), where)
 
 
 def sources_and_receivers(world: str) -> tuple[int, int]:

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from benchlib.limit import Limit, limit_of, ordered
 from benchlib.world import World
-from model import Transformer
-from roles import Trainer
-from settings import Settings
-from text import Tokenizer, manual, zen
+from commonlib.model import ModelSettings, Transformer
+from commonlib.text import Tokenizer, manual, zen
+from commonlib.training import Trainer, TrainingSettings
 
 __all__ = ["Generated", "Trained", "Updates", "learning_rate_for", "model_settings", "model_shapes"]
 
@@ -111,11 +110,9 @@ class Trained(Updates):
     """
 
     def __init__(self, world: World, model_mib: float, lr: float) -> None:
-        settings = model_settings(model_mib, lr)
-        text = zen()
-        self._trainer = Trainer(
-            settings, world.mesh, torch.tensor(Tokenizer([text, manual()], settings.vocab).encode(text))
-        )
+        model, text = model_settings(model_mib), zen()
+        tokens = torch.tensor(Tokenizer([text, manual()], model.vocab).encode(text))
+        self._trainer = Trainer(model, TrainingSettings(lr=lr), world.mesh, tokens)
         self._world = world
         for _ in range(_WARMUP_STEPS):
             self._trainer.train()
@@ -143,20 +140,20 @@ class Trained(Updates):
         return torch.cat([live.reshape(-1).view(torch.int16) for live in self._world.locals()])
 
 
-def model_settings(model_mib: float, lr: float) -> Settings:
+def model_settings(model_mib: float) -> ModelSettings:
     """Return settings of the demo's model with as many layers as come closest to a size."""
-    one, two = (_numel(model_shapes_of(Settings(layers=layers))) for layers in (1, 2))
+    one, two = (_numel(model_shapes_of(ModelSettings(layers=layers))) for layers in (1, 2))
     wanted = model_mib * (1 << 20) / 2
     layers = max(1, round((wanted - one) / (two - one)) + 1)
-    return Settings(layers=layers, lr=lr)
+    return ModelSettings(layers=layers)
 
 
 def model_shapes(model_mib: float) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the model that `Trained` trains."""
-    return model_shapes_of(model_settings(model_mib, 0.0))
+    return model_shapes_of(model_settings(model_mib))
 
 
-def model_shapes_of(settings: Settings) -> dict[str, tuple[int, ...]]:
+def model_shapes_of(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the demo's model, by name."""
     with torch.device("meta"):
         return {name: tuple(each.shape) for name, each in Transformer(settings).named_parameters()}

@@ -22,7 +22,7 @@ sys.path.insert(0, str(LAUNCH))
 import bench  # noqa: E402
 from benchlib.check import NotExact, check  # noqa: E402
 from benchlib.context import Context  # noqa: E402
-from benchlib.dense import DenseBroadcast  # noqa: E402
+from benchlib.dense import Dense  # noqa: E402
 from benchlib.links import Network, NetworkError, Rate  # noqa: E402
 from benchlib.run import run_all  # noqa: E402
 from benchlib.settings import METHODS, Scenario  # noqa: E402
@@ -96,7 +96,7 @@ def _spoil(rank: int, world_size: int, receivers_hold: str) -> list[str]:
     world = World(scenario, even_shapes(scenario))
     for live in world.locals() if world.is_source else ():
         live.normal_(generator=torch.Generator().manual_seed(rank))
-    DenseBroadcast(world, 1 << 14).run()
+    Dense(world, 1 << 14).run()
     check(world, "after dense")
     said = []
     for spoiled in (3, 1):

@@ -6,19 +6,40 @@ weights, on FSDP2 shards and on the heads that one tensor-parallel rank holds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from settings import Settings
+__all__ = ["ModelSettings", "Transformer"]
 
-__all__ = ["Transformer"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The model, a Llama-like transformer.
+
+    Attributes:
+        vocab: number of tokens.
+        dim: channels of the residual path.
+        layers: number of blocks.
+        heads: query heads of a block.
+        kv_heads: key and value heads of a block; rollout ranks split attention where they divide this.
+        ffn: channels within the MLP.
+    """
+
+    vocab: int = 4096
+    dim: int = 512
+    layers: int = 8
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 1536
 
 
 class Attention(nn.Module):
     """Causal attention in which several query heads share one key and value head."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.head_dim = settings.dim // settings.heads
         self.q = nn.Linear(settings.dim, settings.heads * self.head_dim, bias=False)
@@ -38,7 +59,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: one projection opens and closes the gate for the other."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.gate = nn.Linear(settings.dim, settings.ffn, bias=False)
         self.up = nn.Linear(settings.dim, settings.ffn, bias=False)
@@ -51,7 +72,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual path."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(settings.dim, eps=1e-6)
         self.attention = Attention(settings)
@@ -66,7 +87,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tokens in, logits of the next token out."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
         self.embed = nn.Embedding(settings.vocab, settings.dim)
         self.layers = nn.ModuleList(Block(settings) for _ in range(settings.layers))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 
 from benchlib.rows import Row, baseline
 from benchlib.settings import BASELINES
+from commonlib.console import Console
 from dte_dist.report import PHASES
 
 __all__ = ["cells", "head", "markdown", "phase_lines", "print_tables", "tables"]
@@ -86,23 +86,10 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     )
 
 
-def print_tables(rows: Sequence[Row]) -> None:
-    """Print all tables, with rich where it is installed."""
+def print_tables(rows: Sequence[Row], console: Console) -> None:
+    """Print all tables."""
     for title, lines in tables(rows):
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            print(
-                "\n".join([title, *("  ".join(f"{cell:>16}" for cell in line) for line in lines)]), flush=True
-            )
-            continue
-        table = Table(title=title, title_justify="left")
-        for name in lines[0]:
-            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-        for line in lines[1:]:
-            table.add_row(*line)
-        Console(width=None if sys.stdout.isatty() else 180).print(table)
+        console.table(lines, title=title, left=("method",))
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

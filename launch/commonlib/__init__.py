@@ -1,0 +1,1 @@
+"""What the demo and the bench share: settings, console, model and trainer, dense broadcast, plots."""
