@@ -55,7 +55,7 @@ class Segment:
         length: its number of elements.
         positions: int32, strictly increasing, counted from `first`; None if all elements are present.
         values: one per position, as an integer of the width: a bit pattern, or a distance.
-        relative: the values are distances from the bits that are there (see `kernels.cpu_codecs`).
+        relative: the values are distances from the bits that are there (see `kernels.interface`).
         packed: the positions are a stream of codec u16, which has been checked, instead.
     """
 

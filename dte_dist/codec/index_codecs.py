@@ -25,7 +25,7 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.codec.header import SYNC_AGAIN
 from dte_dist.errors import FrameError
-from dte_dist.kernels.planes import MOST_LOW, bitmap_bytes, ef_size
+from dte_dist.kernels.sizes import MOST_LOW, best_low, bitmap_nbytes, ef_size
 
 __all__ = [
     "AGAIN",
@@ -108,7 +108,7 @@ class Int32:
         check_size(self.name, stream, self.size(count, length))
         _check_low(self.name, low, 0)
         positions = stream.view(torch.int32)
-        return positions, kernels.on(stream.device).sorted_below(positions, length)
+        return positions, kernels.on(stream.device).strictly_increasing(positions, length)
 
 
 class Blocks:
@@ -136,8 +136,7 @@ class Blocks:
         """
         check_size(self.name, stream, self.size(count, length))
         _check_low(self.name, low, 0)
-        sound: Verdict = kernels.on(stream.device).check_u16(stream, count, length)
-        return sound
+        return kernels.on(stream.device).check_u16(stream, count, length)
 
 
 class EliasFano:
@@ -148,17 +147,16 @@ class EliasFano:
     number, name = 3, "ef"
 
     def size(self, count: int, length: int) -> int:
-        size: int = kernels.codecs_on("cpu").best_low(count, length)[1]
-        return size
+        return best_low(count, length)[1]
 
     def encode(self, positions: Tensor, length: int) -> tuple[Tensor, int]:
-        low: int = kernels.codecs_on("cpu").best_low(len(positions), length)[0]
-        return kernels.codecs_on(positions.device).encode_ef(positions, length, low), low
+        low = best_low(len(positions), length)[0]
+        return kernels.on(positions.device).encode_ef(positions, length, low), low
 
     def decode(self, stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor | None, Verdict]:
         _check_low(self.name, low, MOST_LOW)
         check_size(self.name, stream, ef_size(count, length, low))
-        return kernels.codecs_on(stream.device).decode_ef(stream, count, length, low)
+        return kernels.on(stream.device).decode_ef(stream, count, length, low)
 
 
 class Bitmap:
@@ -167,15 +165,15 @@ class Bitmap:
     number, name = 4, "bitmap"
 
     def size(self, count: int, length: int) -> int:
-        return bitmap_bytes(length)
+        return bitmap_nbytes(length)
 
     def encode(self, positions: Tensor, length: int) -> tuple[Tensor, int]:
-        return kernels.codecs_on(positions.device).encode_bitmap(positions, length), 0
+        return kernels.on(positions.device).encode_bitmap(positions, length), 0
 
     def decode(self, stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor | None, Verdict]:
-        check_size(self.name, stream, bitmap_bytes(length))
+        check_size(self.name, stream, bitmap_nbytes(length))
         _check_low(self.name, low, 0)
-        return kernels.codecs_on(stream.device).decode_bitmap(stream, count, length)
+        return kernels.on(stream.device).decode_bitmap(stream, count, length)
 
 
 _RUNS: Final = 8
@@ -217,7 +215,7 @@ class Again:
     @cached_property
     def _split(self) -> tuple[Tensor, Tensor]:
         """Return the plane and the new positions; one pass over all of them."""
-        plane, fresh = kernels.codecs_on(self._known.device).split_again(self._known, self._all)
+        plane, fresh = kernels.on(self._known.device).split_again(self._known, self._all)
         return plane, fresh
 
     @property
@@ -230,7 +228,7 @@ class Again:
     def least(self, count: int, length: int) -> int:
         """Return bytes that the stream takes at least, however many of the positions come again."""
         known = len(self._known)
-        return bitmap_bytes(known) + _size_of_fresh(max(count - known, 0), length)
+        return bitmap_nbytes(known) + _size_of_fresh(max(count - known, 0), length)
 
     def estimate(self, count: int, length: int) -> int:
         """Return about how many bytes the stream takes, judged by some of the previous positions; all of them
@@ -241,7 +239,7 @@ class Again:
         known = len(self._known)
         if known <= _RUNS * _RUN:
             return self.size(count, length)
-        return bitmap_bytes(known) + _size_of_fresh(max(count - round(self._share * known), 0), length)
+        return bitmap_nbytes(known) + _size_of_fresh(max(count - round(self._share * known), 0), length)
 
     @cached_property
     def _share(self) -> float:
@@ -255,13 +253,13 @@ class Again:
             for run in torch.stack([run[:: _RUN - 1] for run in runs]).tolist()
             for end in (run[0], run[1] + 1)
         ]
-        borders = kernels.on(positions.device).borders(positions, ends)
+        borders = kernels.on(positions.device).searchsorted(positions, ends)
         now = torch.cat([positions[low:high] for low, high in zip(borders[::2], borders[1::2], strict=True)])
-        fresh = kernels.codecs_on(known.device).split_again(torch.cat(runs), now)[1]
+        fresh = kernels.on(known.device).split_again(torch.cat(runs), now)[1]
         return (len(now) - len(fresh)) / (len(runs) * _RUN)
 
     def size(self, count: int, length: int) -> int:
-        return bitmap_bytes(len(self._known)) + _size_of_fresh(len(self._split[1]), length)
+        return bitmap_nbytes(len(self._known)) + _size_of_fresh(len(self._split[1]), length)
 
     def encode(self, positions: Tensor, length: int) -> tuple[Tensor, int]:
         plane, fresh = self._split
@@ -271,7 +269,7 @@ class Again:
         return torch.cat([plane, stream]), low
 
     def decode(self, stream: Tensor, count: int, length: int, low: int) -> tuple[Tensor | None, Verdict]:
-        known, at, codecs = self._known, bitmap_bytes(len(self._known)), kernels.codecs_on(stream.device)
+        known, at, codecs = self._known, bitmap_nbytes(len(self._known)), kernels.on(stream.device)
         if len(stream) < at:
             check_size(self.name, stream, at)
         plane = stream[:at]
@@ -286,7 +284,7 @@ class Again:
         check_size(self.name, stream, at + (ef_size(fresh, length, low) if fresh else 0))
         others, sound = codecs.decode_ef(stream[at:], fresh, length, low) if fresh else (known[:0], True)
         positions = codecs.join_again(known, plane, others, count)
-        return positions, sound & kernels.on(stream.device).sorted_below(positions, length)
+        return positions, sound & kernels.on(stream.device).strictly_increasing(positions, length)
 
 
 def _size_of_fresh(count: int, length: int) -> int:

@@ -359,9 +359,12 @@ def _pair(name: str, positions: Tensor, arrays: Mapping[str, Tensor]) -> Change:
 def _check_order(changes: Sequence[Change]) -> None:
     """Check that positions ascend and none is negative; waits for an accelerator once."""
     sparse = [(change.name, change.positions) for change in changes if change.positions is not None]
-    verdicts = [kernels.on(positions.device).sorted_below(positions, 1 << 62) for _, positions in sparse]
-    if verdicts and isinstance(verdicts[0], Tensor):
-        verdicts = torch.stack(verdicts).tolist()
+    verdicts = [
+        kernels.on(positions.device).strictly_increasing(positions, 1 << 62) for _, positions in sparse
+    ]
+    on_device = [verdict for verdict in verdicts if isinstance(verdict, Tensor)]
+    if on_device and len(on_device) == len(verdicts):
+        verdicts = torch.stack(on_device).tolist()
     for (name, _), sound in zip(sparse, verdicts, strict=True):
         if not sound:
             raise _bad(

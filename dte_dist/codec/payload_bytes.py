@@ -367,7 +367,7 @@ def _write(flat: FlatTensors, number: int, key: int, place: Tensor) -> None:
     place[-_SUM:].view(torch.int64).fill_(_checksum(data)).add_(_place_sum(key, number))
 
 
-def _checksum(data: Tensor) -> Any:
+def _checksum(data: Tensor) -> int | Tensor:
     return kernels.on(data.device).checksum(data)
 
 

@@ -145,5 +145,5 @@ def _key(head: FrameHead) -> tuple[int, int, int]:
 
 def _cut(positions: Tensor, low: int, high: int) -> Tensor:
     """Return the positions in [low, high)."""
-    begin, end = kernels.on(positions.device).borders(positions, [low, high])
+    begin, end = kernels.on(positions.device).searchsorted(positions, [low, high])
     return positions[begin:end]

@@ -24,7 +24,16 @@ from dte_dist import kernels
 from dte_dist.codec.header import SYNC_AGAIN
 from dte_dist.codec.index_codecs import Verdict, check_size
 from dte_dist.errors import FrameError
-from dte_dist.kernels.planes import MOST_LOW, Classes, Planes, bitmap_bytes, ef_size, low_size, padded
+from dte_dist.kernels.sizes import (
+    MOST_LOW,
+    Classes,
+    Planes,
+    bitmap_nbytes,
+    choose_planes,
+    ef_size,
+    low_size,
+    padded,
+)
 from dte_dist.tensors.flat import BITS
 
 __all__ = [
@@ -82,14 +91,12 @@ class Values:
     @cached_property
     def classes(self) -> Classes:
         """How many distances there are of each size."""
-        measured: Classes = kernels.codecs_on(self.values.device).measure(self.values)
-        return measured
+        return kernels.on(self.values.device).measure(self.values)
 
     @cached_property
     def others(self) -> int:
         """How many distances do not fit a byte."""
-        counted: int = kernels.codecs_on(self.values.device).count_ulp8(self.values)
-        return counted
+        return kernels.on(self.values.device).count_ulp8(self.values)
 
     @cached_property
     def planes(self) -> Planes:
@@ -98,8 +105,7 @@ class Values:
 
     def planes_with(self, zeros: int) -> Planes:
         """Return how they are best written as planes together with `zeros` distances of 0."""
-        chosen: Planes = kernels.codecs_on("cpu").choose_planes(self.classes, self.width, zeros)
-        return chosen
+        return choose_planes(self.classes, self.width, zeros)
 
 
 class ValueCodec(Protocol):
@@ -150,9 +156,7 @@ class Whole:
     def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
         kept = values.values
         if self.relative and values.width < kept.element_size():
-            return kernels.codecs_on(kept.device).narrow(kept, BITS[values.width]).view(
-                torch.uint8
-            ), NO_PARAMS
+            return kernels.on(kept.device).narrow(kept, BITS[values.width]).view(torch.uint8), NO_PARAMS
         return kept.clone(memory_format=torch.contiguous_format).view(torch.uint8), NO_PARAMS
 
     def decode(
@@ -175,7 +179,7 @@ class Ulp8:
         return padded(values.count + zeros) + values.width * values.others
 
     def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
-        return kernels.codecs_on(values.values.device).encode_ulp8(
+        return kernels.on(values.values.device).encode_ulp8(
             values.values, values.width, values.others
         ), NO_PARAMS
 
@@ -184,7 +188,7 @@ class Ulp8:
     ) -> tuple[Tensor, Verdict]:
         _check_terms(self.name, params, params == NO_PARAMS)
         escapes = _escapes(self.name, stream, padded(count), dtype.itemsize, count)
-        return kernels.codecs_on(stream.device).decode_ulp8(stream, count, dtype, escapes)
+        return kernels.on(stream.device).decode_ulp8(stream, count, dtype, escapes)
 
 
 class BitPlanes:
@@ -193,14 +197,14 @@ class BitPlanes:
     number, name, relative = 3, "planes", True
 
     def least(self, count: int, width: int) -> int:
-        return bitmap_bytes(count)
+        return bitmap_nbytes(count)
 
     def size(self, values: Values, zeros: int = 0) -> int:
         return values.planes_with(zeros).size if zeros else values.planes.size
 
     def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
         plan = values.planes
-        stream = kernels.codecs_on(values.values.device).encode_planes(values.classes, values.width, plan)
+        stream = kernels.on(values.values.device).encode_planes(values.classes, values.width, plan)
         return stream, BitPlaneParams(plan.shift, plan.spread, plan.far, plan.unary)
 
     def decode(
@@ -213,16 +217,16 @@ class BitPlanes:
             params,
             most > 0 and spread <= MOST_LOW + 1 and far <= count and far <= unary <= far * most,
         )
-        places = ef_size(far, count, spread - 1) if spread else bitmap_bytes(count)
+        places = ef_size(far, count, spread - 1) if spread else bitmap_nbytes(count)
         size = (
-            bitmap_bytes(count)
+            bitmap_nbytes(count)
             + low_size(count, shift)
             + places
-            + bitmap_bytes(unary)
-            + bitmap_bytes(unary - far)
+            + bitmap_nbytes(unary)
+            + bitmap_nbytes(unary - far)
         )
         check_size(self.name, stream, size)
-        return kernels.codecs_on(stream.device).decode_planes(
+        return kernels.on(stream.device).decode_planes(
             stream, count, dtype, Planes(shift, spread, far, unary, size)
         )
 

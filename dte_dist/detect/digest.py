@@ -15,7 +15,7 @@ import torch
 
 from dte_dist import kernels
 from dte_dist.kernels import BITS, Tables
-from dte_dist.kernels.threads import split
+from dte_dist.kernels.cpu.threads import parallel_for
 from dte_dist.tensors.flat import FlatTensors
 
 __all__ = ["Space", "digests", "own_digests"]
@@ -53,19 +53,19 @@ def digests(flat: FlatTensors, spaces: Sequence[Space]) -> list[np.ndarray]:
 
     def part(low: int, high: int) -> list[np.ndarray]:
         sums = [np.zeros(len(starts) - 1, np.int64) for _, starts in spaces]
-        kernel, remapped = kernels.on(flat.device), kernels.remaps_on(flat.device)
+        kernel = kernels.on(flat.device)
         room = kernels.empty(min(chunk, high - low), BITS[flat.width], flat.device)
         for first in range(low, high, chunk):
             bits = room[: min(chunk, high - first)]
             kernel.read(flat, first, bits)
             for (index_maps, starts), added in zip(spaces, sums, strict=True):
                 for index_map in index_maps:
-                    remapped.digest(index_map, first, bits, starts, added)
+                    kernel.digest(index_map, first, bits, starts, added)
         return sums
 
     is_cpu = flat.device.type == "cpu"
     chunk = _CHUNK if is_cpu else _DEVICE_CHUNK
-    parts = split(part, len(flat), least=_CHUNK, align=_CHUNK) if is_cpu else [part(0, len(flat))]
+    parts = parallel_for(part, len(flat), least=_CHUNK, align=_CHUNK) if is_cpu else [part(0, len(flat))]
     return [np.stack(sums).sum(axis=0, dtype=np.int64) for sums in zip(*parts, strict=True)]
 
 

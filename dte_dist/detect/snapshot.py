@@ -239,10 +239,10 @@ class Snapshot:
         self._kernels.read(live.flat, first, bits)
         room.positions[: len(named)] = named
         changed = room.changed(first, length, len(named))
-        changed.old.copy_(self._kernels.gather(known, named))
-        changed.new.copy_(self._kernels.gather(bits, named))
+        changed.old.copy_(self._kernels.gather_1d(known, named))
+        changed.new.copy_(self._kernels.gather_1d(bits, named))
         self.inconsistent = self._halfway = True
-        self._kernels.put(known, named, changed.new)
+        self._kernels.scatter_1d(known, named, changed.new)
         return changed
 
     def _detected(self, live: LiveSpace, width: int, where: tuple[int, int], detector: Detector) -> Tensor:
@@ -258,7 +258,7 @@ class Snapshot:
                 f"{positions.dtype}{list(positions.shape)}"
             )
         positions = positions.to(known.device).contiguous()
-        if not self._kernels.sorted_below(positions, length):
+        if not self._kernels.strictly_increasing(positions, length):
             raise ValueError(f"a detector returns ascending positions within [0, {length})")
         return positions
 
@@ -292,7 +292,7 @@ class Snapshot:
         if changed.positions is None:
             return _UndoRecord(width, changed.first, None, bits.copy_(changed.old))
         bits.copy_(self.bits[width][changed.first : changed.first + changed.length])
-        self._kernels.put(bits, changed.positions, changed.old)
+        self._kernels.scatter_1d(bits, changed.positions, changed.old)
         return _UndoRecord(width, changed.first, None, bits)
 
     def commit(self) -> None:
@@ -308,7 +308,7 @@ class Snapshot:
             if before.positions is None:
                 known[: len(before.bits)].copy_(before.bits)
             else:
-                self._kernels.put(known, before.positions, before.bits)
+                self._kernels.scatter_1d(known, before.positions, before.bits)
         self.commit()
         self.inconsistent = was_inconsistent
 

@@ -80,7 +80,7 @@ def _check(indices: Tensor, source: Block, receiver: Block) -> None:
         raise ValueError(
             f"blocks of one slot have as many dimensions, not {len(source.runs)} and {len(receiver.runs)}"
         )
-    if not bool(kernels.on(indices.device).sorted_below(indices.detach().contiguous(), source.numel)):
+    if not bool(kernels.on(indices.device).strictly_increasing(indices.detach().contiguous(), source.numel)):
         raise ValueError(
             f"indices must strictly increase within [0, {source.numel}), the positions of {source}"
         )
@@ -108,4 +108,4 @@ def _windows(indices: Tensor, numel: int) -> Iterator[tuple[int, int, Tensor]]:
 def _translated(index_map: IndexMap, first: int, place: int, indices: Tensor) -> tuple[Tensor, Tensor]:
     relative = (indices - first if first else indices).to(torch.int32)
     places = torch.arange(place, place + len(indices), dtype=torch.int64, device=indices.device)
-    return kernels.remaps_on(indices.device).translate(index_map, first, relative, places)
+    return kernels.on(indices.device).translate(index_map, first, relative, places)

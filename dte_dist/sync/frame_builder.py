@@ -60,7 +60,7 @@ class Lane:
             return known.bits[width][first : first + length]
         bits = torch.empty(length, dtype=known.bits[width].dtype, device=known.device)
         for index_map in self.back[width]:
-            kernels.remaps_on(known.device).fetch(index_map, first, bits, known.bits[width])
+            kernels.on(known.device).gather_dense(index_map, first, bits, known.bits[width])
         return bits
 
 
@@ -135,14 +135,14 @@ class FrameBuilder:
     def __init__(self, lanes: Sequence[_DirectLane | _TranslatedLane], common: _Common) -> None:
         self.codecs: Counter[str] = Counter()
         self._lanes, self._selector = lanes, common.selector
-        self._codecs = kernels.codecs_on(common.known.device)
+        self._codecs = kernels.on(common.known.device)
 
     def add(self, width: int, changed: Changed) -> None:
         """Add what changed in some segments of one chunk of the source's own space, in order; it is
         copied.
         """
         relative = self._selector.relative(width)
-        values = self._codecs.distances(changed.old, changed.new) if relative else changed.new
+        values = self._codecs.ulp_deltas(changed.old, changed.new) if relative else changed.new
         for lane in self._lanes:
             lane.add(width, changed, values, relative=relative)
 
@@ -232,8 +232,8 @@ class _TranslatedLane:
         if not maps:
             return
         if relative:
-            values = kernels.codecs_on(values.device).narrow(values, changed.new.dtype)
-        translate = kernels.remaps_on(values.device).translate
+            values = kernels.on(values.device).narrow(values, changed.new.dtype)
+        translate = kernels.on(values.device).translate
         found = self._found.setdefault(width, _Found())
         for index_map in maps:
             positions, held = translate(index_map, changed.first, changed.listed(), values)
@@ -253,7 +253,7 @@ class _TranslatedLane:
     def _write(self, chunks: Sequence[Chunk], positions: Tensor, values: Tensor) -> Iterator[Tensor]:
         """Cut the changes of one width into the frames of its chunks."""
         relative = self._common.selector.relative(values.element_size())
-        widen: Callable[[Tensor], Tensor] = kernels.codecs_on(values.device).widen
+        widen: Callable[[Tensor], Tensor] = kernels.on(values.device).widen
         groups = [list(chunk.segments()) for chunk in chunks]
         for chunk, cuts in zip(chunks, _cut(groups, positions, 0), strict=True):
             writer = self._common.writer(self._lane, chunk)
@@ -302,5 +302,5 @@ def _counts(segments: Sequence[tuple[int, int]], positions: Tensor | None, origi
     if len(segments) == 1:
         return [len(positions)]
     starts = [first - origin for first, _ in segments] + [sum(segments[-1]) - origin]
-    below = kernels.on(positions.device).borders(positions, starts)
+    below = kernels.on(positions.device).searchsorted(positions, starts)
     return [high - low for low, high in itertools.pairwise(below)]

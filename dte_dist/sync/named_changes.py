@@ -72,7 +72,7 @@ class NamedTensorBuilder:
     def _of_width(self, width: int, found: _Found) -> Iterator[Change]:
         space = self._space.widths[width]
         positions, bits = torch.cat(found.positions), torch.cat(found.bits)
-        bounds = kernels.on(positions.device).borders(positions, space.held.starts.tolist())
+        bounds = kernels.on(positions.device).searchsorted(positions, space.held.starts.tolist())
         counts = np.diff(bounds)
         changed = np.flatnonzero(counts).tolist()
         in_slots = _in_slots(space, positions, counts)
@@ -120,7 +120,7 @@ def translate(
     Returns:
         int64 positions, and the bits of each.
     """
-    kernel = kernels.remaps_on(positions.device).translate
+    kernel = kernels.on(positions.device).translate
     found = [
         kernel(index_map, first, (positions[here] - first).to(torch.int32), bits[here])
         for first, here in _windows(positions, total)

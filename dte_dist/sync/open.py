@@ -198,7 +198,7 @@ class _Opening:
     def _warm(self, widths: Iterable[int]) -> None:
         """Compile what is not compiled yet; meanwhile the others wait without counting the time."""
         with self.watch.compiling() as say:
-            kernels.warm(widths, say)
+            kernels.precompile(widths, say)
 
     def _groups(self, agreement: Agreement, mine: Described) -> _Groups:
         """Make the groups for data, in the same order on all ranks."""

@@ -62,7 +62,7 @@ class Target:
     def place(self, source: int, first: int, bits: Tensor) -> None:
         """Write dense bits of positions from `first` on of a source's space."""
         for index_map in self.index_maps.get(source, ()):
-            kernels.remaps_on(self.flat.device).place(index_map, first, bits.to(self.flat.device), self.flat)
+            kernels.on(self.flat.device).scatter_dense(index_map, first, bits.to(self.flat.device), self.flat)
 
     def holds(self, source: int, first: int, length: int) -> bool:
         """Return whether something of positions [first, first + length) of a source's space may be held
@@ -74,10 +74,10 @@ class Target:
         """Turn dense distances of positions from `first` on of a source's space into bits; what is not held
         here is of any value.
         """
-        codecs, distances = kernels.codecs_on(self.flat.device), distances.to(self.flat.device)
+        codecs, distances = kernels.on(self.flat.device), distances.to(self.flat.device)
         bits = torch.zeros_like(distances)
         for index_map in self.index_maps.get(source, ()):
-            codecs.collect(index_map, first, bits, self.flat)
+            codecs.gather_dense_flat(index_map, first, bits, self.flat)
         return codecs.add(bits, distances)
 
     def patch(self, source: int, segment: Segment) -> None:
@@ -88,7 +88,7 @@ class Target:
         positions, values = segment.positions.to(device), segment.values.to(device)
         for index_map in self.index_maps.get(source, ()):
             if index_map.meets(segment.first, segment.first + segment.length):
-                patch = kernels.codecs_on(device).patch
+                patch = kernels.on(device).patch
                 patch(
                     index_map,
                     segment.first,
@@ -106,9 +106,9 @@ class Target:
         device = self.flat.device
         positions, distances = segment.unpacked().to(device), segment.values.to(device)
         for index_map in self.index_maps.get(source, ()):
-            where = kernels.remaps_on(device).translate(index_map, segment.first, positions, distances)
+            where = kernels.on(device).translate(index_map, segment.first, positions, distances)
             if len(where[0]):
-                yield where[0], kernels.codecs_on(device).moved(self.flat, *where)
+                yield where[0], kernels.on(device).add_ulps(self.flat, *where)
 
 
 @dataclass(slots=True)

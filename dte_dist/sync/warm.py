@@ -33,4 +33,4 @@ def warm(*dtypes: torch.dtype) -> None:
     wrong = [dtype for dtype in dtypes if not isinstance(dtype, torch.dtype)]
     if wrong:
         raise ValueError(f"warm takes dtypes of torch, got {wrong[0]!r}")
-    kernels.warm({min(dtype.itemsize, max(BITS)) for dtype in dtypes} or set(BITS))
+    kernels.precompile({min(dtype.itemsize, max(BITS)) for dtype in dtypes} or set(BITS))

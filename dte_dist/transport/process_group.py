@@ -136,7 +136,9 @@ class ProcessGroupTransport(Transport):
     def _come(self, membership: Membership) -> Communicator:
         """Come together with the other ranks."""
         with self._watch.compiling() as say:
-            kernels.warm(BITS, say)  # of all widths, and now: at the first payload others would be waiting
+            kernels.precompile(
+                BITS, say
+            )  # of all widths, and now: at the first payload others would be waiting
         call_roll(self._watch)
         return self._wire("control", range(membership.size), membership, "gloo")
 

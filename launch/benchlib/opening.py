@@ -27,7 +27,7 @@ _COMPILE = """
 import time, numba, torch
 from dte_dist import kernels
 begin = time.perf_counter()
-kernels.warm([2])
+kernels.precompile([2])
 print(time.perf_counter() - begin)
 """
 

@@ -19,7 +19,7 @@ VERSIONS = 3
 
 def warm(rank: int, world: int) -> None:
     """Compile the kernels before the clock of a test runs."""
-    kernels.warm((1, 2, 4, 8))
+    kernels.precompile((1, 2, 4, 8))
 
 
 @dataclass

@@ -262,7 +262,7 @@ def test_the_timeout_bounds_the_questions_to_a_store_that_hangs(ranks: Ranks, pr
 
 def compiles_for_long(rank: int, world: int, where: int, says: bool) -> Any:
     """Rank 1 takes longer to compile than the others have patience, at its first or second occasion."""
-    warm, calls = kernels.warm, []
+    warm, calls = kernels.precompile, []
 
     def slowly(widths: Any, say: Any) -> None:
         calls.append(widths)
@@ -273,7 +273,7 @@ def compiles_for_long(rank: int, world: int, where: int, says: bool) -> Any:
         warm(widths, say)
 
     module = model(rank)
-    with patched(kernels, "warm", slowly, rank == 1):
+    with patched(kernels, "precompile", slowly, rank == 1):
         return told(lambda: sync(module, timeout=SHORT))
 
 

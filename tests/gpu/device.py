@@ -12,8 +12,6 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS, FlatTensors
 
 DEVICE = torch.device(os.environ.get("DTE_TEST_DEVICE", "cuda"))
@@ -33,13 +32,6 @@ tier = [
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="means nothing without a CUDA device")
 
 FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-PAIRS = {"cpu": "torch_ops", "cpu_remap": "torch_remap", "cpu_codecs": "torch_codecs"}
-"""Modules of kernels, and those that do the same on an accelerator."""
-
-
-def module(name: str) -> ModuleType:
-    """Return a module of kernels."""
-    return import_module(f"dte_dist.kernels.{name}")
 
 
 def begin() -> None:
@@ -47,11 +39,8 @@ def begin() -> None:
     if ON_GPU:
         torch.cuda.set_device(0)
     else:
-        kernels.on, kernels.remaps_on = (lambda _: module("torch_ops")), (lambda _: module("torch_remap"))
-        kernels.codecs_on = lambda device: module(
-            "cpu_codecs" if isinstance(device, str) else "torch_codecs"
-        )  # by name: the host's own
-        kernels.warm = lambda *_: None
+        kernels.on = lambda _: torch_kernels
+        kernels.precompile = lambda *_: None
 
 
 def settle() -> None:

@@ -28,10 +28,11 @@ from torch import Tensor
 
 import dte_dist
 from dte_dist import kernels
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.tensors.flat import FlatTensors
 from tests.distributed.launcher import Ranks
-from tests.gpu.device import DEVICE, ON_GPU, begin, module, settle, tier
+from tests.gpu.device import DEVICE, ON_GPU, begin, settle, tier
 from tests.unit.geometry import whole_space
 
 pytestmark = tier
@@ -138,12 +139,7 @@ def test_time_of_the_kernels(capsys) -> None:
     """Print what each kernel takes; nothing is asserted but that they run on 1 GiB."""
     count = MODEL // 2
     live = torch.zeros(count, dtype=torch.int16, device=DEVICE)
-    known, (at, into) = (
-        live.clone(),
-        (kernels.on(DEVICE), kernels.remaps_on(DEVICE))
-        if ON_GPU
-        else (module("torch_ops"), module("torch_remap")),
-    )
+    known, at = live.clone(), kernels.on(DEVICE) if ON_GPU else torch_kernels
     known[torch.randint(count, (count // 100,), device=DEVICE)] = 1
     taken = known.clone()
     copied = seconds(lambda: taken.copy_(known))
@@ -174,11 +170,11 @@ def test_time_of_the_kernels(capsys) -> None:
     calls = {
         "encode_u16": lambda: at.encode_u16(positions, segment),
         "decode_u16": lambda: at.decode_u16(lineage, len(positions), segment, decoded),
-        "translate": lambda: into.translate(index_map, 0, positions, bits),
+        "translate": lambda: at.translate(index_map, 0, positions, bits),
         "scatter": lambda: at.scatter(flat, positions, bits),
-        "put": lambda: at.put(known, positions, bits),
+        "scatter_1d": lambda: at.scatter_1d(known, positions, bits),
         "checksum of 16 MiB": lambda: at.checksum(live[: min(8 * MIB, count)].view(torch.uint8), 1),
-        "place of a segment": lambda: into.place(index_map, 0, known[:segment], flat),
+        "scatter_dense of a segment": lambda: at.scatter_dense(index_map, 0, known[:segment], flat),
     }
     lines += [
         f"{name}: {1e6 * took:.0f} us, {1e9 * took / changed:.1f} ns a change"

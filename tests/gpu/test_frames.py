@@ -18,7 +18,8 @@ from dte_dist.codec.header import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Snapshot
 from dte_dist.errors import DeltaError
-from dte_dist.kernels import cpu, torch_codecs
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.layout import Block
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.gpu.device import DEVICE, build, content, random_bits, recipes, same_bits, settle, tier
@@ -47,7 +48,7 @@ def write(width: int, density: float, device: torch.device | str, codec: str = "
         if relative and number == 0:
             values = torch.from_numpy(rng.geometric(0.6, len(positions))).to(torch.int32).to(device)
         elif relative:
-            values = torch_codecs.widen(values)
+            values = torch_kernels.widen(values)
         whole = partial(random_bits, LENGTH, width, number + 5, device)
         writer.add(1000 + number * LENGTH, LENGTH, positions, values, relative=relative, whole=whole)
     writer.add_dense(1000 + 2 * LENGTH, random_bits(99, width, 9, device))
@@ -112,7 +113,7 @@ def test_deltas_that_count_on_the_one_before(width: int, codec: str) -> None:
                     1000 + first,
                     end - first,
                     positions,
-                    torch_codecs.widen(values) if relative else values,
+                    torch_kernels.widen(values) if relative else values,
                     relative=relative,
                 )
             frames[device] = writer.finish()

@@ -4,7 +4,6 @@ often the host waits.
 
 from __future__ import annotations
 
-import inspect
 from itertools import product
 
 import numpy as np
@@ -14,17 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.kernels import cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops, torch_remap
-from dte_dist.kernels.planes import ef_size
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
+from dte_dist.kernels.sizes import best_low, choose_planes, ef_size
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.gpu.device import (
     DEVICE,
     FLOATS,
-    PAIRS,
     content,
     flats,
-    module,
     only_gpu,
     random_bits,
     settle,
@@ -38,14 +36,6 @@ widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 seeds = pytest.mark.parametrize("seed", range(10))
 counters = pytest.mark.parametrize("counter", [torch.int32, torch.int64])
 some = settings(max_examples=40, deadline=None)
-NOT_KERNELS = {"warm", "best_low", "plan", "copy", "tables_at"}
-
-
-def test_the_device_has_every_kernel_of_the_cpu() -> None:
-    for ours, theirs in PAIRS.items():
-        mine = module(ours)
-        public = {name for name in mine.__all__ if inspect.isfunction(getattr(mine, name))} - NOT_KERNELS
-        assert public - set(module(theirs).__all__) == set(), f"kernels of {ours} that {theirs} lacks"
 
 
 def ranges(total: int, seed: int) -> list[tuple[int, int]]:
@@ -68,12 +58,12 @@ def test_read_and_write(width: int, seed: int) -> None:
     for begin, end in ranges(len(here), seed):
         expected, found = (random_bits(end - begin, width, 0, device) for device in ("cpu", DEVICE))
         cpu.read(here, begin, expected)
-        torch_ops.read(there, begin, found)
+        torch_kernels.read(there, begin, found)
         assert torch.equal(found.cpu(), expected)
     assert versions(there) == [0] * len(there.tensors)
     for begin, end in ranges(len(here), seed + 1):
         cpu.write(here, begin, random_bits(end - begin, width, begin))
-        torch_ops.write(there, begin, random_bits(end - begin, width, begin, DEVICE))
+        torch_kernels.write(there, begin, random_bits(end - begin, width, begin, DEVICE))
         assert torch.equal(content(there.tensors, width), content(here.tensors, width))
     assert [version > 0 for version in versions(there)] == [version > 0 for version in versions(here)]
 
@@ -94,7 +84,7 @@ def test_advance(width: int, seed: int) -> None:
                 for device in ("cpu", DEVICE)
             ]
             count = cpu.advance(here, begin, end, expected[0][begin:end], *expected[1:])
-            assert torch_ops.advance(there, begin, end, found[0][begin:end], *found[1:]) == count
+            assert torch_kernels.advance(there, begin, end, found[0][begin:end], *found[1:]) == count
             assert torch.equal(found[0].cpu(), expected[0])
             # Positions are undefined where everything differs.
             for which in (1, 2, 3) if count < end - begin else (2, 3):
@@ -116,7 +106,7 @@ def test_advance_looks_at_bits() -> None:
         torch.zeros(5, dtype=torch.int32, device=DEVICE),
         torch.zeros(2, 5, dtype=torch.int16, device=DEVICE).unbind(),
     )
-    assert torch_ops.advance(FlatTensors([live], 2), 0, 5, known, positions, old, new) == 2
+    assert torch_kernels.advance(FlatTensors([live], 2), 0, 5, known, positions, old, new) == 2
     assert positions[:2].tolist() == [3, 4]
     assert (old[:2].tolist(), new[:2].tolist()) == ([0, 0x7FC0], [-0x8000, 0x7FC1])
     assert torch.equal(known, live.view(torch.int16))
@@ -134,7 +124,7 @@ def test_scatter(width: int, seed: int, counter: torch.dtype) -> None:
             bits = random_bits(count, width, count + seed)
             before = versions(here), versions(there)
             cpu.scatter(here, positions, bits)
-            torch_ops.scatter(there, positions.to(DEVICE), bits.to(DEVICE))
+            torch_kernels.scatter(there, positions.to(DEVICE), bits.to(DEVICE))
             assert torch.equal(content(there.tensors, width), content(here.tensors, width))
             touched = [
                 [now != then for now, then in zip(versions(flat), known, strict=True)]
@@ -151,7 +141,7 @@ def test_scatter_outside_is_refused_before_anything_is_written(position: int) ->
         [3, position] if position > 3 else [position, 3], dtype=torch.int32, device=DEVICE
     )
     with pytest.raises(IndexError):
-        torch_ops.scatter(flat, positions, torch.ones(2, dtype=torch.int16, device=DEVICE))
+        torch_kernels.scatter(flat, positions, torch.ones(2, dtype=torch.int16, device=DEVICE))
     assert not array.any()
 
 
@@ -164,11 +154,11 @@ def test_inference_tensors_and_parameters(inside: bool) -> None:
     loss = (weight * weight).sum()
     with torch.inference_mode(inside):
         flat = FlatTensors([held[0], *normal, held[1]], 4)
-        torch_ops.write(flat, 1, torch.arange(16, dtype=torch.int32, device=DEVICE))
+        torch_kernels.write(flat, 1, torch.arange(16, dtype=torch.int32, device=DEVICE))
         positions = torch.tensor([0, 6, 10, 22], dtype=torch.int32, device=DEVICE)
-        torch_ops.scatter(flat, positions, torch.tensor([7, 8, 9, 10], dtype=torch.int32, device=DEVICE))
+        torch_kernels.scatter(flat, positions, torch.tensor([7, 8, 9, 10], dtype=torch.int32, device=DEVICE))
         out = torch.zeros(23, dtype=torch.int32, device=DEVICE)
-        torch_ops.read(flat, 0, out)
+        torch_kernels.read(flat, 0, out)
         assert out.tolist() == [7, *range(4), 4, 8, 6, 7, 8, 9, *range(10, 16), *[0] * 5, 10]
     assert [tensor._version for tensor in normal] == [2, 2]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -186,14 +176,16 @@ def test_put_and_gather(width: int, counter: torch.dtype, count: int) -> None:
     array, bits = random_bits(5000, width, 1), random_bits(count, width, 2)
     positions = torch.from_numpy(np.random.default_rng(3).permutation(4999)[:count]).to(counter)
     there = array.to(DEVICE)
-    assert torch.equal(torch_ops.gather(there, positions.to(DEVICE)).cpu(), cpu.gather(array, positions))
-    torch_ops.put(there[1:], positions.to(DEVICE), bits.to(DEVICE))
-    cpu.put(array[1:], positions, bits)
+    assert torch.equal(
+        torch_kernels.gather_1d(there, positions.to(DEVICE)).cpu(), cpu.gather_1d(array, positions)
+    )
+    torch_kernels.scatter_1d(there[1:], positions.to(DEVICE), bits.to(DEVICE))
+    cpu.scatter_1d(array[1:], positions, bits)
     assert torch.equal(there.cpu(), array)
 
 
 @counters
-def test_sorted_below(counter: torch.dtype) -> None:
+def test_strictly_increasing(counter: torch.dtype) -> None:
     rng = np.random.default_rng(0)
     drawn = [rng.integers(-2, 40, rng.integers(0, 6)) for _ in range(150)] + [
         np.sort(rng.permutation(60)[:9]) for _ in range(50)
@@ -202,8 +194,8 @@ def test_sorted_below(counter: torch.dtype) -> None:
     for values in drawn:
         for length in (0, 1, 20, 40, 1 << 40):
             positions = torch.from_numpy(values).to(counter)
-            answers.append(cpu.sorted_below(positions, length))
-            assert bool(torch_ops.sorted_below(positions.to(DEVICE), length)) == answers[-1]
+            answers.append(cpu.strictly_increasing(positions, length))
+            assert bool(torch_kernels.strictly_increasing(positions.to(DEVICE), length)) == answers[-1]
     assert 50 < sum(answers) < len(answers) - 50
 
 
@@ -214,7 +206,7 @@ def test_u16(length: int, density: float) -> None:
         np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32)
     )
     lineage = cpu.encode_u16(positions, length)
-    assert torch.equal(torch_ops.encode_u16(positions.to(DEVICE), length).cpu(), lineage)
+    assert torch.equal(torch_kernels.encode_u16(positions.to(DEVICE), length).cpu(), lineage)
     for seed in range(8):
         hostile = lineage.clone()
         if seed and len(hostile):
@@ -223,8 +215,8 @@ def test_u16(length: int, density: float) -> None:
             hostile[torch.from_numpy(rng.integers(0, near, seed))] ^= int(rng.integers(1, 256))
         decoded = torch.empty_like(positions), torch.empty_like(positions, device=DEVICE)
         sound = cpu.decode_u16(hostile, len(positions), length, decoded[0])
-        assert bool(torch_ops.decode_u16(hostile.to(DEVICE), len(positions), length, decoded[1])) == sound
-        assert bool(torch_ops.check_u16(hostile.to(DEVICE), len(positions), length)) == sound
+        assert bool(torch_kernels.decode_u16(hostile.to(DEVICE), len(positions), length, decoded[1])) == sound
+        assert bool(torch_kernels.check_u16(hostile.to(DEVICE), len(positions), length)) == sound
         assert sound or seed
         assert not sound or torch.equal(decoded[1].cpu(), decoded[0])
 
@@ -235,8 +227,8 @@ def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
     lineage = torch.tensor(list(data), dtype=torch.uint8)
     decoded = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32, device=DEVICE)
     sound = cpu.decode_u16(lineage, count, length, decoded[0])
-    assert bool(torch_ops.decode_u16(lineage.to(DEVICE), count, length, decoded[1])) == sound
-    assert bool(torch_ops.check_u16(lineage.to(DEVICE), count, length)) == sound
+    assert bool(torch_kernels.decode_u16(lineage.to(DEVICE), count, length, decoded[1])) == sound
+    assert bool(torch_kernels.check_u16(lineage.to(DEVICE), count, length)) == sound
     assert not sound or torch.equal(decoded[1].cpu(), decoded[0])
     settle()
 
@@ -248,7 +240,9 @@ def test_checksum(words: int) -> None:
     for at in (0, 1):
         for skip in (-1, 0, words - 1):
             frame = slice(at, at + 8 * words)
-            assert int(torch_ops.checksum(there[frame], skip)) == cpu.checksum(memory[frame].clone(), skip)
+            assert int(torch_kernels.checksum(there[frame], skip)) == cpu.checksum(
+                memory[frame].clone(), skip
+            )
 
 
 # Codecs -----------------------------------------------------------------------------------------------------
@@ -275,17 +269,17 @@ def test_distances_in_a_flat_array(width: int, seed: int) -> None:
     )
     far = random_bits(len(positions), width, seed)
     assert torch.equal(
-        torch_codecs.moved(there, positions.to(DEVICE), far.to(DEVICE)).cpu(),
-        cpu_codecs.moved(here, positions, far),
+        torch_kernels.add_ulps(there, positions.to(DEVICE), far.to(DEVICE)).cpu(),
+        cpu.add_ulps(here, positions, far),
     )
-    cpu_codecs.scatter_add(here, positions, far)
-    torch_codecs.scatter_add(there, positions.to(DEVICE), far.to(DEVICE))
+    cpu.scatter_add(here, positions, far)
+    torch_kernels.scatter_add(there, positions.to(DEVICE), far.to(DEVICE))
     assert torch.equal(content(there.tensors, width), content(here.tensors, width))
     old, new = content(here.tensors, width), random_bits(len(here), width, seed + 1)
     if width < 8:
-        found = torch_codecs.distances(old.to(DEVICE), new.to(DEVICE))
-        assert torch.equal(found.cpu(), cpu_codecs.distances(old, new))
-        assert torch.equal(torch_codecs.narrow(found, new.dtype).cpu(), torch_codecs.subtract(new, old))
+        found = torch_kernels.ulp_deltas(old.to(DEVICE), new.to(DEVICE))
+        assert torch.equal(found.cpu(), cpu.ulp_deltas(old, new))
+        assert torch.equal(torch_kernels.narrow(found, new.dtype).cpu(), torch_kernels.subtract(new, old))
 
 
 @pytest.mark.parametrize("length", [1, 64, 65537, 1 << 18])
@@ -295,13 +289,13 @@ def test_positions_as_bits_and_as_elias_fano(length: int, density: float) -> Non
         np.flatnonzero(np.random.default_rng(length).random(length) < density).astype(np.int32)
     )
     count, there = len(positions), positions.to(DEVICE)
-    for low in {0, 1, 7, 8, 9, cpu_codecs.best_low(count, length)[0]} if count else ():
-        lineage = cpu_codecs.encode_ef(positions, length, low)
+    for low in {0, 1, 7, 8, 9, best_low(count, length)[0]} if count else ():
+        lineage = cpu.encode_ef(positions, length, low)
         assert len(lineage) == ef_size(count, length, low)
-        assert torch.equal(torch_codecs.encode_ef(there, length, low).cpu(), lineage)
+        assert torch.equal(torch_kernels.encode_ef(there, length, low).cpu(), lineage)
         agree(lambda codecs, bits, low=low: codecs.decode_ef(bits, count, length, low), lineage)
-    lineage = cpu_codecs.encode_bitmap(positions, length)
-    assert torch.equal(torch_codecs.encode_bitmap(there, length).cpu(), lineage)
+    lineage = cpu.encode_bitmap(positions, length)
+    assert torch.equal(torch_kernels.encode_bitmap(there, length).cpu(), lineage)
     agree(lambda codecs, bits: codecs.decode_bitmap(bits, count, length), lineage)
 
 
@@ -310,16 +304,16 @@ def test_positions_as_bits_and_as_elias_fano(length: int, density: float) -> Non
 @pytest.mark.parametrize("count", [1, 63, 1000, 70_000])
 def test_distances_as_bytes_and_as_planes(width: int, kind: str, count: int) -> None:
     values = distances_of(count, width, kind)
-    there, escapes = values.clone().to(DEVICE), cpu_codecs.count_ulp8(values)
-    assert torch_codecs.count_ulp8(there) == escapes
-    lineage = cpu_codecs.encode_ulp8(values, width, escapes)
-    assert torch.equal(torch_codecs.encode_ulp8(there, width, escapes).cpu(), lineage)
+    there, escapes = values.clone().to(DEVICE), cpu.count_ulp8(values)
+    assert torch_kernels.count_ulp8(there) == escapes
+    lineage = cpu.encode_ulp8(values, width, escapes)
+    assert torch.equal(torch_kernels.encode_ulp8(there, width, escapes).cpu(), lineage)
     agree(lambda codecs, bits: codecs.decode_ulp8(bits, count, BITS[width], escapes), lineage)
-    classes, counted = cpu_codecs.measure(values), torch_codecs.measure(there)
+    classes, counted = cpu.measure(values), torch_kernels.measure(there)
     assert classes.numbers[: len(counted.numbers)].tolist() == counted.numbers.tolist()
-    plan = cpu_codecs.choose_planes(classes, width)
-    lineage = cpu_codecs.encode_planes(classes, width, plan)  # overwrites the values
-    assert torch.equal(torch_codecs.encode_planes(counted, width, plan).cpu(), lineage)
+    plan = choose_planes(classes, width)
+    lineage = cpu.encode_planes(classes, width, plan)  # overwrites the values
+    assert torch.equal(torch_kernels.encode_planes(counted, width, plan).cpu(), lineage)
     agree(lambda codecs, bits: codecs.decode_planes(bits, count, BITS[width], plan), lineage)
 
 
@@ -331,8 +325,8 @@ def agree(decode, lineage: Tensor) -> None:
             rng = np.random.default_rng(seed)
             hostile[torch.from_numpy(rng.integers(0, len(lineage), seed))] ^= int(rng.integers(1, 256))
         (expected, sound), (found, agreed) = (
-            decode(cpu_codecs, hostile),
-            decode(torch_codecs, hostile.to(DEVICE)),
+            decode(cpu, hostile),
+            decode(torch_kernels, hostile.to(DEVICE)),
         )
         assert bool(agreed) == sound
         assert sound or seed
@@ -372,22 +366,22 @@ def test_translate_place_and_fetch(data) -> None:
             [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)],
         )
         for index_map in build_index_maps(source, receiver):
-            expected = cpu_remap.translate(index_map, begin, positions, bits)
-            found = torch_remap.translate(index_map, begin, positions.to(DEVICE), bits.to(DEVICE))
+            expected = cpu.translate(index_map, begin, positions, bits)
+            found = torch_kernels.translate(index_map, begin, positions.to(DEVICE), bits.to(DEVICE))
             assert [part.cpu().tolist() for part in found] == [part.tolist() for part in expected]
-            cpu_remap.place(index_map, begin, dense, here)
-            torch_remap.place(index_map, begin, dense.to(DEVICE), there)
-            cpu_remap.fetch(index_map, begin, fetched[0], array)
-            torch_remap.fetch(index_map, begin, fetched[1], array.to(DEVICE))
+            cpu.scatter_dense(index_map, begin, dense, here)
+            torch_kernels.scatter_dense(index_map, begin, dense.to(DEVICE), there)
+            cpu.gather_dense(index_map, begin, fetched[0], array)
+            torch_kernels.gather_dense(index_map, begin, fetched[1], array.to(DEVICE))
             collected = [torch.zeros_like(dense, device=device) for device in ("cpu", DEVICE)]
-            cpu_codecs.collect(index_map, begin, collected[0], here)
-            torch_codecs.collect(index_map, begin, collected[1], there)
+            cpu.gather_dense_flat(index_map, begin, collected[0], here)
+            torch_kernels.gather_dense_flat(index_map, begin, collected[1], there)
             assert torch.equal(collected[1].cpu(), collected[0])
             length = source.numel - begin
             ways = (positions, None), (cpu.encode_u16(positions, length), length)
             for relative, (at, packed) in product([False, True], ways):
-                cpu_codecs.patch(index_map, begin, at, bits, here, relative=relative, length=packed)
-                torch_codecs.patch(
+                cpu.patch(index_map, begin, at, bits, here, relative=relative, length=packed)
+                torch_kernels.patch(
                     index_map, begin, at.to(DEVICE), bits.to(DEVICE), there, relative=relative, length=packed
                 )
                 assert torch.equal(content(there.tensors, width), content(here.tensors, width))
@@ -407,8 +401,8 @@ def test_positions_far_beyond_32_bits() -> None:
     for receiver in (whole_space(2, shape), columns):
         (index_map,) = build_index_maps(source, receiver)
         for first in (0, (1 << 31) - 1000, source.numel - (1 << 20)):
-            expected = cpu_remap.translate(index_map, first, positions, positions)
-            found = torch_remap.translate(index_map, first, positions.to(DEVICE), positions.to(DEVICE))
+            expected = cpu.translate(index_map, first, positions, positions)
+            found = torch_kernels.translate(index_map, first, positions.to(DEVICE), positions.to(DEVICE))
             assert len(expected[0])
             assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
 
@@ -444,67 +438,70 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
     space = whole_space(4, *(tuple(tensor.shape) for tensor in flat.tensors))
     (index_map,) = build_index_maps(space, space)
     out, frame = torch.empty_like(known), torch.zeros(8000, dtype=torch.uint8, device=DEVICE)
-    lineage = torch_ops.encode_u16(positions, len(flat))
+    lineage = torch_kernels.encode_u16(positions, len(flat))
     far = torch.tensor([1, -1, 300, -2], dtype=torch.int32, device=DEVICE).repeat(len(positions) // 4 + 1)[
         : len(positions)
     ]
-    classes = torch_codecs.measure(far)
+    classes = torch_kernels.measure(far)
     plan, low = (
-        cpu_codecs.choose_planes(cpu_codecs.measure(far.cpu()), 4),
-        cpu_codecs.best_low(len(positions), len(flat))[0],
+        choose_planes(cpu.measure(far.cpu()), 4),
+        best_low(len(positions), len(flat))[0],
     )
-    escapes = torch_codecs.count_ulp8(far)
-    planes, ulps = torch_codecs.encode_planes(classes, 4, plan), torch_codecs.encode_ulp8(far, 4, escapes)
+    escapes = torch_kernels.count_ulp8(far)
+    planes, ulps = torch_kernels.encode_planes(classes, 4, plan), torch_kernels.encode_ulp8(far, 4, escapes)
     ef, bitmap = (
-        torch_codecs.encode_ef(positions, len(flat), low),
-        torch_codecs.encode_bitmap(positions, len(flat)),
+        torch_kernels.encode_ef(positions, len(flat), low),
+        torch_kernels.encode_bitmap(positions, len(flat)),
     )
     count, wide = len(positions), positions.to(torch.int64)
-    torch_remap.translate(index_map, 0, positions, bits)  # copies the tables to the device, once
+    torch_kernels.translate(index_map, 0, positions, bits)  # copies the tables to the device, once
     backwards = positions.flip(0)
     calls = {
-        "read": (0, lambda: torch_ops.read(flat, 1, out[1:])),
-        "write": (0, lambda: torch_ops.write(flat, 1, out[1:])),
-        "put": (0, lambda: torch_ops.put(out, positions, bits)),
-        "gather": (0, lambda: torch_ops.gather(out, positions)),
-        "encode_u16": (0, lambda: torch_ops.encode_u16(positions, len(flat))),
+        "read": (0, lambda: torch_kernels.read(flat, 1, out[1:])),
+        "write": (0, lambda: torch_kernels.write(flat, 1, out[1:])),
+        "scatter_1d": (0, lambda: torch_kernels.scatter_1d(out, positions, bits)),
+        "gather_1d": (0, lambda: torch_kernels.gather_1d(out, positions)),
+        "encode_u16": (0, lambda: torch_kernels.encode_u16(positions, len(flat))),
         "decode_u16": (
             0,
-            lambda: torch_ops.decode_u16(lineage, len(positions), len(flat), torch.empty_like(positions)),
+            lambda: torch_kernels.decode_u16(lineage, len(positions), len(flat), torch.empty_like(positions)),
         ),
-        "check_u16": (0, lambda: torch_ops.check_u16(lineage, len(positions), len(flat))),
-        "sorted_below": (0, lambda: torch_ops.sorted_below(positions, len(flat))),
-        "checksum": (0, lambda: torch_ops.checksum(frame, 1)),
+        "check_u16": (0, lambda: torch_kernels.check_u16(lineage, len(positions), len(flat))),
+        "strictly_increasing": (0, lambda: torch_kernels.strictly_increasing(positions, len(flat))),
+        "checksum": (0, lambda: torch_kernels.checksum(frame, 1)),
         "advance": (
             1,
-            lambda: torch_ops.advance(
+            lambda: torch_kernels.advance(
                 flat, 0, len(flat), known, torch.empty_like(out), out, torch.empty_like(out)
             ),
         ),
-        "scatter": (1, lambda: torch_ops.scatter(flat, positions, bits)),
-        "scatter, not sorted": (2, lambda: torch_ops.scatter(flat, backwards, bits)),
-        "translate": (1, lambda: torch_remap.translate(index_map, 0, positions, bits)),
-        "place": (2, lambda: torch_remap.place(index_map, 0, known, flat)),
-        "fetch": (1, lambda: torch_remap.fetch(index_map, 0, out, known)),
-        "distances": (0, lambda: torch_codecs.distances(bits, bits)),
-        "encode_ef": (0, lambda: torch_codecs.encode_ef(positions, len(flat), low)),
-        "decode_ef": (0, lambda: torch_codecs.decode_ef(ef, count, len(flat), low)),
-        "encode_bitmap": (0, lambda: torch_codecs.encode_bitmap(positions, len(flat))),
-        "decode_bitmap": (0, lambda: torch_codecs.decode_bitmap(bitmap, count, len(flat))),
-        "decode_ulp8": (0, lambda: torch_codecs.decode_ulp8(ulps, count, torch.int32, escapes)),
-        "decode_planes": (0, lambda: torch_codecs.decode_planes(planes, count, torch.int32, plan)),
-        "measure": (1, lambda: torch_codecs.measure(far)),
-        "count_ulp8": (1, lambda: torch_codecs.count_ulp8(far)),
-        "encode_ulp8": (0, lambda: torch_codecs.encode_ulp8(far, 4, escapes)),
-        "encode_planes": (1, lambda: torch_codecs.encode_planes(classes, 4, plan)),
-        "moved": (1, lambda: torch_codecs.moved(flat, wide, far)),
-        "scatter_add": (2, lambda: torch_codecs.scatter_add(flat, wide, far)),
-        "collect": (2, lambda: torch_codecs.collect(index_map, 0, out, flat)),
-        "patch": (2, lambda: torch_codecs.patch(index_map, 0, positions, bits, flat, relative=False)),
-        "patch, relative": (3, lambda: torch_codecs.patch(index_map, 0, positions, far, flat, relative=True)),
+        "scatter": (1, lambda: torch_kernels.scatter(flat, positions, bits)),
+        "scatter, not sorted": (2, lambda: torch_kernels.scatter(flat, backwards, bits)),
+        "translate": (1, lambda: torch_kernels.translate(index_map, 0, positions, bits)),
+        "scatter_dense": (2, lambda: torch_kernels.scatter_dense(index_map, 0, known, flat)),
+        "gather_dense": (1, lambda: torch_kernels.gather_dense(index_map, 0, out, known)),
+        "ulp_deltas": (0, lambda: torch_kernels.ulp_deltas(bits, bits)),
+        "encode_ef": (0, lambda: torch_kernels.encode_ef(positions, len(flat), low)),
+        "decode_ef": (0, lambda: torch_kernels.decode_ef(ef, count, len(flat), low)),
+        "encode_bitmap": (0, lambda: torch_kernels.encode_bitmap(positions, len(flat))),
+        "decode_bitmap": (0, lambda: torch_kernels.decode_bitmap(bitmap, count, len(flat))),
+        "decode_ulp8": (0, lambda: torch_kernels.decode_ulp8(ulps, count, torch.int32, escapes)),
+        "decode_planes": (0, lambda: torch_kernels.decode_planes(planes, count, torch.int32, plan)),
+        "measure": (1, lambda: torch_kernels.measure(far)),
+        "count_ulp8": (1, lambda: torch_kernels.count_ulp8(far)),
+        "encode_ulp8": (0, lambda: torch_kernels.encode_ulp8(far, 4, escapes)),
+        "encode_planes": (1, lambda: torch_kernels.encode_planes(classes, 4, plan)),
+        "add_ulps": (1, lambda: torch_kernels.add_ulps(flat, wide, far)),
+        "scatter_add": (2, lambda: torch_kernels.scatter_add(flat, wide, far)),
+        "gather_dense_flat": (2, lambda: torch_kernels.gather_dense_flat(index_map, 0, out, flat)),
+        "patch": (2, lambda: torch_kernels.patch(index_map, 0, positions, bits, flat, relative=False)),
+        "patch, relative": (
+            3,
+            lambda: torch_kernels.patch(index_map, 0, positions, far, flat, relative=True),
+        ),
         "patch, packed": (
             2,
-            lambda: torch_codecs.patch(index_map, 0, lineage, bits, flat, relative=False, length=len(flat)),
+            lambda: torch_kernels.patch(index_map, 0, lineage, bits, flat, relative=False, length=len(flat)),
         ),
     }
     for _, call in calls.values():

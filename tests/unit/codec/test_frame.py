@@ -17,7 +17,8 @@ from dte_dist import kernels
 from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, Segment, read_frame, read_head
 from dte_dist.codec.header import CHECKSUM_WORD, ENTRY, HEAD
 from dte_dist.errors import FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
-from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS
 
 EXPECT = FrameHead(
@@ -54,16 +55,13 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture(params=[(cpu, cpu_codecs), (torch_ops, torch_codecs)], ids=["cpu", "torch_ops"], autouse=True)
+@pytest.fixture(params=[cpu, torch_kernels], ids=["cpu", "torch"], autouse=True)
 def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run each test with the kernels of both kinds of device, over CPU memory; sizes are always worked out on
     the host.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "on", lambda device: request.param[0])
-        patch.setattr(
-            kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else request.param[1]
-        )
+        patch.setattr(kernels, "on", lambda device: request.param)
         yield
 
 

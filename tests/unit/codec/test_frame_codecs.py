@@ -22,7 +22,8 @@ from dte_dist.codec.header import ENTRY, HEAD
 from dte_dist.codec.index_codecs import INDEX_CODECS
 from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.errors import FrameError, VersionError
-from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS
 from tests.unit.codec.test_frame import HOSTILE, seal
 
@@ -39,14 +40,11 @@ ALL = {
 }
 
 
-@pytest.fixture(params=[(cpu, cpu_codecs), (torch_ops, torch_codecs)], ids=["cpu", "torch_ops"])
+@pytest.fixture(params=[cpu, torch_kernels], ids=["cpu", "torch"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a test with the kernels of both kinds of device, over CPU memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "on", lambda device: request.param[0])
-        patch.setattr(
-            kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else request.param[1]
-        )
+        patch.setattr(kernels, "on", lambda device: request.param)
         yield
 
 
@@ -62,7 +60,7 @@ def write(writer: FrameWriter, selector: CodecSelector, first: int, known: Tenso
     positions, values = None if len(where) == len(known) else where.to(torch.int32), new[where]
     relative = selector.relative(known.element_size())
     if relative:
-        values = torch_codecs.distances(known[where], values)
+        values = torch_kernels.ulp_deltas(known[where], values)
     writer.add(first, len(known), positions, values, relative=relative, whole=lambda: new)
     values.fill_(-1 if values.dtype.is_signed else 255)
     if positions is not None:
@@ -77,7 +75,7 @@ def applied(segment: Segment, known: Tensor) -> Tensor:
     )
     assert len(positions) == len(segment.values)
     bits[positions.long()] = (
-        torch_codecs.add(known[positions.long()], segment.values) if segment.relative else segment.values
+        torch_kernels.add(known[positions.long()], segment.values) if segment.relative else segment.values
     )
     return bits
 
@@ -102,7 +100,7 @@ def moved(rng: np.random.Generator, known: Tensor, where: np.ndarray, kind: str)
     signed = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[width]
     new = known.clone()
     at = torch.from_numpy(np.flatnonzero(where))
-    new[at] = torch_codecs.add(known[at], torch.from_numpy(wrapped.astype(signed)).view(BITS[width]))
+    new[at] = torch_kernels.add(known[at], torch.from_numpy(wrapped.astype(signed)).view(BITS[width]))
     return new
 
 
@@ -176,14 +174,9 @@ def test_both_kinds_of_device_write_the_same_frame() -> None:
         selector, head, frames = chooser_of(codec), replace(HEAD_OF, width=width), []
         known = random_bits(rng, 30_000, width)
         new = moved(rng, known, rng.random(30_000) < 0.05, "steps")
-        for on, codecs in ((cpu, cpu_codecs), (torch_ops, torch_codecs)):
+        for on in (cpu, torch_kernels):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kernels, "on", lambda device, on=on: on)
-                patch.setattr(
-                    kernels,
-                    "codecs_on",
-                    lambda device, codecs=codecs: cpu_codecs if isinstance(device, str) else codecs,
-                )
                 writer = FrameWriter(head, "cpu", selector)
                 write(writer, selector, 0, known, new)
                 frames.append(writer.finish())
@@ -288,15 +281,10 @@ def test_any_sealed_damage_is_refused_or_harmless(damage: list[tuple[int, int]])
     frame = frame_of_all().numpy().copy()
     for place, value in damage:
         frame[place % len(frame)] = value
-    for on, codecs in ((cpu, cpu_codecs), (torch_ops, torch_codecs)):
+    for on in (cpu, torch_kernels):
         with pytest.MonkeyPatch.context() as patch:
             sealed = seal(frame)
             patch.setattr(kernels, "on", lambda device, on=on: on)
-            patch.setattr(
-                kernels,
-                "codecs_on",
-                lambda device, codecs=codecs: cpu_codecs if isinstance(device, str) else codecs,
-            )
             read_or_refuse(sealed)
 
 

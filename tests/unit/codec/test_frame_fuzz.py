@@ -41,7 +41,8 @@ from dte_dist.codec.named_tensors import (
 from dte_dist.codec.payload_bytes import Arrival, Packed, frame_sizes
 from dte_dist.codec.payload_bytes import Description as PayloadDescription
 from dte_dist.errors import FrameError, PeerLost, from_wire, to_wire
-from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
 from dte_dist.liveness.board import Verdict
 from dte_dist.liveness.notes import read_note
@@ -68,7 +69,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Before memory is limited, and anything is timed."""
-    kernels.warm(BITS)
+    kernels.precompile(BITS)
     cases()
 
 
@@ -126,7 +127,7 @@ class Case:
             positions = torch.from_numpy(np.flatnonzero(where).astype(np.int32))
             relative = selector.relative(width)
             values = (
-                torch_codecs.distances(known[positions.long()], new[positions.long()])
+                torch_kernels.ulp_deltas(known[positions.long()], new[positions.long()])
                 if relative
                 else new[positions.long()]
             )
@@ -233,10 +234,7 @@ def frame_with_its_checksum_mended(rng: Random) -> str:
 def frame_on_a_device(rng: Random) -> str:
     """The same with the kernels of accelerators, over CPU memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "on", lambda device: torch_ops)
-        patch.setattr(
-            kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else torch_codecs
-        )
+        patch.setattr(kernels, "on", lambda device: torch_kernels)
         case, data = a_frame(rng)
         segments = read_frame(sealed(data), case.expect, rng.choice([None, case.history]))
         check_segments(segments, case.expect)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dte_dist.codec import CodecSelector
 from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Snapshot
-from dte_dist.kernels import torch_codecs
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.plan.chunks import SEGMENT, ChunkPlan
 from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.version import SyncStep
@@ -57,7 +57,9 @@ def entropy(before: Tensor, after: Tensor) -> float:
         share = float((known != new).sum()) / len(known)
         if 0 < share < 1:
             bits -= len(known) * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
-        counts = torch.unique(torch_codecs.subtract(new, known)[known != new], return_counts=True)[1].double()
+        counts = torch.unique(torch_kernels.subtract(new, known)[known != new], return_counts=True)[
+            1
+        ].double()
         bits -= float((counts * (counts / counts.sum()).log2()).sum())
     return bits / 8
 
@@ -113,6 +115,6 @@ def test_no_density_costs_more_than_0_6_of_all_elements(share: float, scale: int
     distances = (torch.randn(SEGMENT, generator=rng) * scale).round()
     distances = torch.where(distances == 0, 1, distances).to(torch.int16)
     after = torch.where(
-        torch.rand(SEGMENT, generator=rng) < share, torch_codecs.add(before, distances), before
+        torch.rand(SEGMENT, generator=rng) < share, torch_kernels.add(before, distances), before
     )
     assert written(before, after, "small")[0] <= 0.6 * 2 * SEGMENT

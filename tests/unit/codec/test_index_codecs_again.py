@@ -20,15 +20,16 @@ from dte_dist.codec.index_codecs import AGAIN, EF, INDEX_CODECS, Again
 from dte_dist.codec.previous_delta import DeltaPositions
 from dte_dist.codec.value_codecs import VALUE_CODECS, Values
 from dte_dist.errors import FrameError
-from dte_dist.kernels import cpu, cpu_codecs, torch_codecs, torch_ops
-from dte_dist.kernels.planes import bitmap_bytes, ef_size
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
+from dte_dist.kernels.sizes import bitmap_nbytes, ef_size
 from dte_dist.sync.segments import merge_segments
 from dte_dist.tensors.flat import BITS
 from tests.unit import codec_reference as reference
 from tests.unit.kernels.test_cpu_codecs import lengths, segments
 
-both = pytest.mark.parametrize("kernel", [cpu_codecs, torch_codecs], ids=["cpu", "torch"])
-KERNELS = {"cpu": (cpu, cpu_codecs), "torch": (torch_ops, torch_codecs)}
+both = pytest.mark.parametrize("kernel", [cpu, torch_kernels], ids=["cpu", "torch"])
+KERNELS = {"cpu": cpu, "torch": torch_kernels}
 
 
 @pytest.fixture(params=["cpu", "torch"])
@@ -39,11 +40,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on, codecs = KERNELS[kind]
-    monkeypatch.setattr(kernels, "on", lambda device: on)
-    monkeypatch.setattr(
-        kernels, "codecs_on", lambda device: cpu_codecs if isinstance(device, str) else codecs
-    )
+    monkeypatch.setattr(kernels, "on", lambda device: KERNELS[kind])
 
 
 @st.composite
@@ -79,7 +76,7 @@ def test_kernels(kernel: ModuleType, step: tuple[np.ndarray, np.ndarray, int]) -
 @both
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 128, 130])
 def test_bits_beyond_the_previous_positions(kernel: ModuleType, size: int) -> None:
-    plane = torch.zeros(bitmap_bytes(size), dtype=torch.uint8)
+    plane = torch.zeros(bitmap_nbytes(size), dtype=torch.uint8)
     for bit in range(8 * len(plane)):
         plane.zero_()
         plane[bit // 8] = 1 << bit % 8
@@ -180,7 +177,7 @@ def test_any_bytes(kind: str, size: int) -> None:
             continue
         if bool(sound):
             believed += 1
-            assert bool(torch_ops.sorted_below(decoded, length))
+            assert bool(torch_kernels.strictly_increasing(decoded, length))
     assert believed or size not in {8, 24}
 
 
@@ -393,7 +390,7 @@ def test_auto_weighs_the_pass_over_the_positions() -> None:
 
 
 def test_no_pass_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_codecs, "split_again", lambda *of: pytest.fail("a pass for nothing"))
+    monkeypatch.setattr(cpu, "split_again", lambda *of: pytest.fail("a pass for nothing"))
     many, few = torch.arange(0, 1 << 16, 2, dtype=torch.int32), torch.tensor([5, 77], dtype=torch.int32)
     assert (
         CodecSelector("small").select(2, 1 << 16, ones(2), whole=True, again=Again(many, few))[0].name
@@ -574,7 +571,7 @@ def test_no_number_of_a_table_is_believed(kind: str) -> None:
             for segment in read:
                 assert border <= segment.first <= segment.first + segment.length <= 4000
                 assert segment.positions is None or bool(
-                    torch_ops.sorted_below(segment.positions, segment.length)
+                    torch_kernels.strictly_increasing(segment.positions, segment.length)
                 )
                 border = segment.first + segment.length
         table[field][entry] = before
@@ -608,5 +605,5 @@ def test_sizes_are_those_of_the_specification() -> None:
     codec = Again(previous, positions)
     lineage, low = codec.encode(positions, 1 << 20)
     fresh = len(np.setdiff1d(positions.numpy(), previous.numpy()))
-    assert len(lineage) == bitmap_bytes(len(previous)) + ef_size(fresh, 1 << 20, low)
+    assert len(lineage) == bitmap_nbytes(len(previous)) + ef_size(fresh, 1 << 20, low)
     assert len(lineage) < 0.45 * len(positions) and len(lineage) < 0.4 * EF.size(len(positions), 1 << 20)

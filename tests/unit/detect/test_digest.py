@@ -20,7 +20,9 @@ from dte_dist import kernels
 from dte_dist.detect import digest as module
 from dte_dist.detect.digest import digests, own_digests
 from dte_dist.detect.live_space import LiveSpace
-from dte_dist.kernels import Identity, cpu_remap, torch_remap
+from dte_dist.kernels import Identity, cpu
+from dte_dist.kernels import torch as torch_kernels
+from dte_dist.kernels.cpu import index_map as index_map_kernels
 from dte_dist.layout import Block
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 from dte_dist.plan.index_map import build_index_maps
@@ -29,7 +31,7 @@ from tests.unit.geometry import SHAPES, blocks, mesh_blocks, pairs_of_spaces, wh
 from tests.unit.kernels.test_cpu import bits_of, make_tensors, random_bits
 from tests.unit.kernels.test_cpu_remap import space_of, target_of
 
-KERNELS = [cpu_remap, torch_remap]
+KERNELS = [cpu, torch_kernels]
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 some = settings(max_examples=60, deadline=None)
 
@@ -38,7 +40,7 @@ some = settings(max_examples=60, deadline=None)
 def kernel(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """Digest with the kernels of either kind of device, over CPU memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "remaps_on", lambda device: request.param)
+        patch.setattr(kernels, "on", lambda device: request.param)
         yield request.param
 
 
@@ -243,7 +245,10 @@ def test_threads_that_ask_for_the_same_table_at_once_get_one_that_stays() -> Non
         with ThreadPoolExecutor(8) as pool:
             for _ in range(200):
                 identity = Identity(64)
-                assert len({*pool.map(lambda _, table=identity: cpu_remap.tables_at(table), range(8))}) == 1
+                assert (
+                    len({*pool.map(lambda _, table=identity: index_map_kernels.tables_at(table), range(8))})
+                    == 1
+                )
     finally:
         sys.setswitchinterval(before)
 
@@ -279,7 +284,7 @@ def test_every_piece_of_a_receiver_gets_what_a_source_has_of_it(data: st.DataObj
             expected.append(reference(torch.tensor(bits, dtype=BITS[width]).numpy(), places))
         for kernel in KERNELS:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(kernels, "remaps_on", lambda device, kernel=kernel: kernel)
+                patch.setattr(kernels, "on", lambda device, kernel=kernel: kernel)
                 patch.setattr(module, "_CHUNK", data.draw(st.sampled_from([1, 5, 64, 1 << 20])))
                 assert digests(flat, [(index_maps, receiver.starts)])[0].tolist() == expected
 
@@ -385,7 +390,7 @@ def test_empty_pieces_and_empty_spaces(kernel: ModuleType) -> None:
 def test_sums_that_do_not_fit_are_refused_before_a_loop_writes_to_them(sizes: Any) -> None:
     starts, sums, pieces = sizes
     with pytest.raises(ValueError, match="int64 starts and sums"):
-        cpu_remap.digest(
+        cpu.digest(
             Identity(4),
             0,
             torch.zeros(4, dtype=torch.int32),

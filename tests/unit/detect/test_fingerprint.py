@@ -5,8 +5,7 @@ somebody else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist.detect.fingerprint import Fingerprint, external_writes
-from dte_dist.kernels import Identity, cpu, cpu_codecs, cpu_remap, torch_codecs, torch_ops, torch_remap
+from dte_dist.kernels import Identity, Kernels, cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.layout import Layout, LiveTensors
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.tensors.flat import BITS, FlatTensors
@@ -24,16 +24,7 @@ from tests.unit.geometry import homes, pairs_of_spaces
 from tests.unit.kernels.test_cpu import make_tensors, random_bits
 from tests.unit.kernels.test_cpu_remap import target_of
 
-
-class Kernels(NamedTuple):
-    """The modules of one kind of device that write."""
-
-    ops: ModuleType
-    index_maps: ModuleType
-    codecs: ModuleType
-
-
-KERNELS = {"cpu": Kernels(cpu, cpu_remap, cpu_codecs), "torch": Kernels(torch_ops, torch_remap, torch_codecs)}
+KERNELS = {"cpu": cpu, "torch": torch_kernels}
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 
 
@@ -43,9 +34,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     ones some at once.
     """
     if "all large" in request.param:
-        monkeypatch.setattr(torch_ops, "_SMALL", 0)
+        monkeypatch.setattr(torch_kernels.scan, "_SMALL", 0)
     if "few at once" in request.param:
-        monkeypatch.setattr(torch_ops, "_BATCH", 60)
+        monkeypatch.setattr(torch_kernels.scan, "_BATCH", 60)
     yield KERNELS[request.param.split(",")[0]]
 
 
@@ -61,23 +52,23 @@ Write = Callable[[Kernels, FlatTensors, Tensor], None]
 
 def write(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
     begin, end = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
-    kernel.ops.write(flat, begin, random_bits(end - begin, flat.width))
+    kernel.write(flat, begin, random_bits(end - begin, flat.width))
 
 
 def scatter(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
-    kernel.ops.scatter(flat, positions, random_bits(len(positions), flat.width))
+    kernel.scatter(flat, positions, random_bits(len(positions), flat.width))
 
 
 def scatter_backwards(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
-    kernel.ops.scatter(flat, positions.flip(0).to(torch.int64), random_bits(len(positions), flat.width))
+    kernel.scatter(flat, positions.flip(0).to(torch.int64), random_bits(len(positions), flat.width))
 
 
 def scatter_add(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
-    kernel.codecs.scatter_add(flat, positions.to(torch.int64), random_bits(len(positions), flat.width))
+    kernel.scatter_add(flat, positions.to(torch.int64), random_bits(len(positions), flat.width))
 
 
 def patch(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
-    kernel.codecs.patch(
+    kernel.patch(
         Identity(len(flat)), 0, positions, random_bits(len(positions), flat.width), flat, relative=False
     )
 
@@ -85,12 +76,12 @@ def patch(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
 def patch_by(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
     lineage = cpu.encode_u16(positions, len(flat))
     values = random_bits(len(positions), flat.width)
-    kernel.codecs.patch(Identity(len(flat)), 0, lineage, values, flat, relative=True, length=len(flat))
+    kernel.patch(Identity(len(flat)), 0, lineage, values, flat, relative=True, length=len(flat))
 
 
 def place(kernel: Kernels, flat: FlatTensors, positions: Tensor) -> None:
     begin, end = (int(positions[0]), int(positions[-1]) + 1) if len(positions) else (0, 0)
-    kernel.index_maps.place(Identity(len(flat)), begin, random_bits(end - begin, flat.width), flat)
+    kernel.scatter_dense(Identity(len(flat)), begin, random_bits(end - begin, flat.width), flat)
 
 
 WRITES: dict[str, Write] = {
@@ -158,13 +149,13 @@ def test_any_geometry(data: st.DataObject) -> None:
         for kernel in KERNELS.values():
             flat = target_of(receiver, 5, strided, width)
             with pytest.MonkeyPatch.context() as patching:
-                patching.setattr(torch_ops, "_SMALL", small)
-                patching.setattr(torch_ops, "_BATCH", batch)
+                patching.setattr(torch_kernels.scan, "_SMALL", small)
+                patching.setattr(torch_kernels.scan, "_BATCH", batch)
                 for index_map in index_maps:
-                    kernel.index_maps.place(index_map, 0, random_bits(source.numel, width), flat)
+                    kernel.scatter_dense(index_map, 0, random_bits(source.numel, width), flat)
                     positions = torch.arange(source.numel, dtype=torch.int32)
                     for relative in (False, True):
-                        kernel.codecs.patch(
+                        kernel.patch(
                             index_map, 0, positions, random_bits(source.numel, width), flat, relative=relative
                         )
             assert flat.writes.tolist() == versions(flat.tensors).tolist()
@@ -213,7 +204,7 @@ def test_a_position_outside_counts_what_was_written_all_the_same() -> None:
     own.
     """
     tensors = [torch.zeros(10), torch.zeros(10)]
-    for kernel in (cpu.scatter, cpu_codecs.scatter_add):
+    for kernel in (cpu.scatter, cpu.scatter_add):
         flat, before = FlatTensors(tensors, 4), versions(tensors)
         with pytest.raises(IndexError):
             kernel(flat, torch.tensor([3, 20]), torch.ones(2, dtype=torch.int32))

@@ -16,10 +16,12 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Snapshot
-from dte_dist.kernels import cpu, cpu_arrays, loops, torch_ops
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
+from dte_dist.kernels.cpu import arguments, scan_loops
 from dte_dist.tensors.flat import BITS, FlatTensors
 
-both = pytest.mark.parametrize("kernel", [cpu, torch_ops], ids=["cpu", "torch_ops"])
+both = pytest.mark.parametrize("kernel", [cpu, torch_kernels], ids=["cpu", "torch"])
 
 OWN = [
     torch.float64,
@@ -75,9 +77,9 @@ def test_what_the_loops_cannot_round_as_torch_does_is_left_to_torch(monkeypatch:
 
 
 def test_a_processor_that_casts_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_arrays.rounds_as_torch.__wrapped__()
-    monkeypatch.setattr(loops, "to_bf16", lambda *_: None)
-    assert not cpu_arrays.rounds_as_torch.__wrapped__()
+    assert arguments.rounds_as_torch.__wrapped__()
+    monkeypatch.setattr(scan_loops, "to_bf16", lambda *_: None)
+    assert not arguments.rounds_as_torch.__wrapped__()
 
 
 def is_sound(own: torch.dtype, wire: torch.dtype) -> bool:

@@ -19,15 +19,16 @@ from dte_dist import kernels
 from dte_dist.detect import snapshot as module
 from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Changed, Detector, Snapshot
-from dte_dist.kernels import cpu, torch_ops
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.interrupts import at_every_line
 from tests.unit.kernels.test_cpu import FLOATS
 from tests.unit.kernels.test_cpu_advance import PATTERNS, changed_from, make
 
 SEGMENT = 16
-KERNELS = [cpu, torch_ops]
-both = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu", "torch_ops"])
+KERNELS = [cpu, torch_kernels]
+both = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu", "torch"])
 Spans = list[tuple[int, int]]
 
 
@@ -132,7 +133,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH_CHANGES", 40)
 
 
-@pytest.fixture(params=KERNELS, ids=["cpu", "torch_ops"])
+@pytest.fixture(params=KERNELS, ids=["cpu", "torch"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Run a test with the kernels of both kinds of device, over CPU memory."""
     with pytest.MonkeyPatch.context() as patch:
@@ -463,7 +464,7 @@ def test_bits_that_cannot_be_put_back(kernel: Any, small: None, at: int) -> None
         model.change(width, "some", 2)
     model.take_over()
     assert not model.snapshot.inconsistent
-    model.snapshot._kernels = Failing(kernel, "put", at, False)  # type: ignore[assignment]
+    model.snapshot._kernels = Failing(kernel, "scatter_1d", at, False)  # type: ignore[assignment]
     with pytest.raises(OSError, match="gone"):
         model.snapshot.roll_back()
     model.snapshot._kernels = kernel

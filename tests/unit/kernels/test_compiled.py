@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from numba.core import config
 
-from dte_dist.kernels import compiled, loops, warming
+from dte_dist.kernels.cpu import jit, scan_loops
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def load(path: Path) -> ModuleType:
 def test_the_cache_of_a_loop_depends_on_all_loops(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache_dir / "some_loops.py"
     path.write_text(
-        "from dte_dist.kernels.compiled import loop\n\n\n@loop\ndef double(x):\n    return 2 * x\n"
+        "from dte_dist.kernels.cpu.jit import loop\n\n\n@loop\ndef double(x):\n    return 2 * x\n"
     )
     hits = []
     for stamp in ("before", "before", "after", "after"):
-        monkeypatch.setattr(compiled, "_stamp", lambda stamp=stamp: stamp)
+        monkeypatch.setattr(jit, "_stamp", lambda stamp=stamp: stamp)
         double = load(path).double
         assert double(21) == 42
         hits.append(sum(double.stats.cache_hits.values()))
@@ -44,24 +44,18 @@ def test_the_cache_of_a_loop_depends_on_all_loops(cache_dir: Path, monkeypatch: 
 
 
 def test_the_stamp_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(compiled.__file__).parent
-    for file in folder.glob("*.py"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
-    make = compiled._stamp.__wrapped__
+    root = Path(jit.__file__).parent.parent
+    for file in root.rglob("*.py"):
+        copy = tmp_path / file.relative_to(root)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "cpu" / "jit.py"))
+    make = jit._stamp.__wrapped__
     first = make()
-    assert first == compiled._stamp() == loops.advance._cache._cache_file._source_stamp
-    for name in (
-        "loops.py",
-        "remap_loops.py",
-        "codec_loops.py",
-        "again_loops.py",
-        "memory.py",
-        "planes.py",
-        "table.py",
-        "vector.py",
-        "compiled.py",
-    ):
+    assert first == jit._stamp() == scan_loops.advance._cache._cache_file._source_stamp
+    loops = [f"cpu/{file.name}" for file in root.glob("cpu/*loops.py")]
+    assert len(loops) >= 6
+    for name in (*loops, "cpu/intrinsics.py", "cpu/jit.py", "sizes.py", "table.py"):
         before = make()
         with (tmp_path / name).open("a") as file:
             file.write("\n")
@@ -71,11 +65,14 @@ def test_the_stamp_is_that_of_the_files(tmp_path: Path, monkeypatch: pytest.Monk
 
 SYNCS = """
 from importlib import import_module
-from dte_dist import kernels
+from pathlib import Path
 
-kernels.warm((1, 2, 4, 8))
-names = ("loops", "codec_loops", "again_loops", "remap_loops")
-found = [vars(import_module(f"dte_dist.kernels.{name}")).values() for name in names]
+from dte_dist import kernels
+from dte_dist.kernels import cpu
+
+kernels.precompile((1, 2, 4, 8))
+names = [path.stem for path in Path(cpu.__file__).parent.glob("*loops.py")]
+found = [vars(import_module(f"dte_dist.kernels.cpu.{name}")).values() for name in names]
 loops = {id(loop): loop for values in found for loop in values if hasattr(loop, "signatures")}
 before = {number: len(loop.signatures) for number, loop in loops.items()}
 
@@ -114,15 +111,15 @@ def test_processes_take_turns_at_a_job(tmp_path: Path, monkeypatch: pytest.Monke
     kept waiting.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with warming._turn("one") as mine:
+    with jit._turn("one") as mine:
         assert mine
-        with warming._turn("one") as mine_too, warming._turn("other") as other:
+        with jit._turn("one") as mine_too, jit._turn("other") as other:
             assert not mine_too and other
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(warming.config, "CACHE_DIR", "elsewhere")
-            with warming._turn("one") as mine_there:
+            elsewhere.setattr(jit.config, "CACHE_DIR", "elsewhere")
+            with jit._turn("one") as mine_there:
                 assert mine_there
-    with warming._turn("one") as mine:
+    with jit._turn("one") as mine:
         assert mine
 
 
@@ -130,13 +127,13 @@ def test_processes_take_turns_at_a_job(tmp_path: Path, monkeypatch: pytest.Monke
 def test_without_a_lock_there_are_no_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none" if how == "no folder" else tmp_path))
     if how != "no folder":
-        with warming._turn("one"):
+        with jit._turn("one"):
             (lock,) = tmp_path.iterdir()
         lock.unlink()
         if how == "a link":
             lock.symlink_to(tmp_path / "victim")
         else:
             lock.mkdir()
-    with warming._turn("one") as mine, warming._turn("one") as mine_too:
+    with jit._turn("one") as mine, jit._turn("one") as mine_too:
         assert mine and mine_too
     assert not (tmp_path / "victim").exists()

@@ -1,7 +1,8 @@
-"""Both modules of kernels against one reference in plain numpy."""
+"""All backends of kernels against one reference in plain numpy."""
 
 from __future__ import annotations
 
+import inspect
 import random
 from types import ModuleType
 
@@ -13,14 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.kernels import cpu, torch_ops
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
+from dte_dist.kernels.cpu import scan_loops
 from dte_dist.kernels.table import addresses_of
 from dte_dist.tensors.flat import BITS, FlatTensors
 
 FLOATS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 STRIDED = {3, 5, 6}
 
-both = pytest.mark.parametrize("kernel", [cpu, torch_ops], ids=["cpu", "torch_ops"])
+both = pytest.mark.parametrize("kernel", [cpu, torch_kernels], ids=["cpu", "torch"])
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 
 
@@ -165,8 +168,8 @@ def test_tensors_of_all_sizes_and_dtypes(
     """Small tensors are gathered and written many at a time: of several dtypes, some strided, some made in
     inference mode.
     """
-    monkeypatch.setattr(torch_ops, "_SMALL", small)
-    monkeypatch.setattr(torch_ops, "_BATCH", batch)
+    monkeypatch.setattr(torch_kernels.scan, "_SMALL", small)
+    monkeypatch.setattr(torch_kernels.scan, "_BATCH", batch)
     rng, tensors = np.random.default_rng(4), []
     for number, size in enumerate(rng.integers(0, 50, 120).tolist()):
         dtype = (torch.bfloat16, torch.float16, torch.int16)[number // 3 % 3 if number % 2 else 0]
@@ -282,10 +285,10 @@ def test_parameters(kernel: ModuleType) -> None:
 def test_put_and_gather(kernel: ModuleType, width: int, counter: torch.dtype) -> None:
     array, new = random_bits(100, width), random_bits(10, width, seed=5)
     positions = torch.randperm(100)[:10].to(counter)
-    kernel.put(array, positions, new)
+    kernel.scatter_1d(array, positions, new)
     assert torch.equal(array[positions.long()], new)
-    assert torch.equal(kernel.gather(array, positions), new)
-    assert kernel.gather(array, positions[:0]).tolist() == []
+    assert torch.equal(kernel.gather_1d(array, positions), new)
+    assert kernel.gather_1d(array, positions[:0]).tolist() == []
 
 
 @both
@@ -297,7 +300,7 @@ def test_positions_outside_are_refused(kernel: ModuleType) -> None:
             kernel.scatter(flat, torch.tensor([position], dtype=torch.int32), bits)
     for position in (-1, 10, 1 << 30):
         with pytest.raises(IndexError):
-            kernel.put(array, torch.tensor([position], dtype=torch.int32), bits)
+            kernel.scatter_1d(array, torch.tensor([position], dtype=torch.int32), bits)
     assert not array.any()
 
 
@@ -337,10 +340,10 @@ def test_wrong_arrays_are_refused() -> None:
         ([5], 2**40, True),
     ],
 )
-def test_sorted_below(
+def test_strictly_increasing(
     kernel: ModuleType, positions: list[int], length: int, sound: bool, counter: torch.dtype
 ) -> None:
-    assert bool(kernel.sorted_below(torch.tensor(positions, dtype=counter), length)) is sound
+    assert bool(kernel.strictly_increasing(torch.tensor(positions, dtype=counter), length)) is sound
 
 
 def encode_reference(positions: np.ndarray, length: int) -> bytes:
@@ -419,8 +422,12 @@ def test_any_bytes_as_u16(data: bytes, count: int, length: int) -> None:
     lineage = torch.tensor(list(data), dtype=torch.uint8)
     first, second = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
     sound = cpu.decode_u16(lineage, count, length, first)
-    assert bool(torch_ops.decode_u16(lineage, count, length, second)) == sound
-    assert cpu.check_u16(lineage, count, length) == bool(torch_ops.check_u16(lineage, count, length)) == sound
+    assert bool(torch_kernels.decode_u16(lineage, count, length, second)) == sound
+    assert (
+        cpu.check_u16(lineage, count, length)
+        == bool(torch_kernels.check_u16(lineage, count, length))
+        == sound
+    )
     if sound:
         assert torch.equal(first, second)
         assert torch.equal(cpu.encode_u16(first, length), lineage)
@@ -454,12 +461,12 @@ def test_checksum_needs_words(kernel: ModuleType) -> None:
         kernel.checksum(torch.zeros(12, dtype=torch.uint8), 1)
 
 
-@pytest.mark.parametrize("kernel", [cpu, torch_ops], ids=["cpu", "torch_ops"])
+@pytest.mark.parametrize("kernel", [cpu, torch_kernels], ids=["cpu", "torch"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_borders(kernel: ModuleType, dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 1, 4, 9], dtype=dtype)
-    assert kernel.borders(positions, [0, 1, 2, 4, 5, 9, 10, 100]) == [0, 1, 2, 2, 3, 3, 4, 4]
-    assert kernel.borders(positions[:0], [0, 7]) == [0, 0]
+    assert kernel.searchsorted(positions, [0, 1, 2, 4, 5, 9, 10, 100]) == [0, 1, 2, 2, 3, 3, 4, 4]
+    assert kernel.searchsorted(positions[:0], [0, 7]) == [0, 0]
 
 
 def test_tables_take_columns_of_int64_only() -> None:
@@ -469,8 +476,22 @@ def test_tables_take_columns_of_int64_only() -> None:
         addresses_of(np.zeros(6, np.int64)[::2])
 
 
-def test_on_and_warm() -> None:
+@both
+def test_a_backend_is_the_interface(kernel: ModuleType) -> None:
+    """It has every kernel and no other name, and takes the same arguments by the same names."""
+    kernels_of = {name: value for name, value in vars(kernels.Kernels).items() if inspect.isfunction(value)}
+    names = {name for name in kernels_of if not name.startswith("_")}
+    assert len(names) > 30 and names == {*kernel.__all__}
+    for name in names:
+        _, *expected = inspect.signature(kernels_of[name]).parameters.values()
+        found = inspect.signature(getattr(kernel, name)).parameters.values()
+        assert [(each.name, each.kind, each.default) for each in found] == [
+            (each.name, each.kind, each.default) for each in expected
+        ]
+
+
+def test_on_and_precompile() -> None:
     assert kernels.on("cpu") is cpu
-    assert kernels.on(torch.device("cuda", 1)) is torch_ops
-    kernels.warm([2])
-    assert any(signature[0].name == "uint16" for signature in cpu.loops.advance.signatures)
+    assert kernels.on(torch.device("cuda", 1)) is torch_kernels
+    kernels.precompile([2])
+    assert any(signature[0].name == "uint16" for signature in scan_loops.advance.signatures)

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dte_dist.kernels import codecs_on, cpu_codecs, torch_codecs
-from dte_dist.kernels.planes import Planes, bitmap_bytes, ef_size
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
+from dte_dist.kernels.sizes import Planes, best_low, bitmap_nbytes, choose_planes, ef_size
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit import codec_reference as reference
 from tests.unit.kernels.test_cpu import bits_of, make_tensors, random_bits, versions
 
-both = pytest.mark.parametrize("kernel", [cpu_codecs, torch_codecs], ids=["cpu", "torch"])
+both = pytest.mark.parametrize("kernel", [cpu, torch_kernels], ids=["cpu", "torch"])
 all_widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 coded_widths = pytest.mark.parametrize("width", [1, 2, 4])
 lengths = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 4096, 65537]) | st.integers(1, 100_000)
@@ -129,7 +130,7 @@ def test_positions(kernel: ModuleType, segment: tuple[np.ndarray, int], low: int
 @given(st.integers(1, 1 << 28), st.floats(0, 1))
 def test_the_best_number_of_low_bits(length: int, density: float) -> None:
     count = max(1, int(length * density))
-    low, size = cpu_codecs.best_low(count, length)
+    low, size = best_low(count, length)
     sizes = [ef_size(count, length, each) for each in range(25)]
     assert (low, size) == (sizes.index(min(sizes)), min(sizes))
 
@@ -137,7 +138,7 @@ def test_the_best_number_of_low_bits(length: int, density: float) -> None:
 def test_positions_at_the_end_of_the_longest_segment() -> None:
     length = 1 << 28
     positions = torch.tensor([0, length - 2, length - 1], dtype=torch.int32)
-    for kernel in (cpu_codecs, torch_codecs):
+    for kernel in (cpu, torch_kernels):
         for low in (20, 24):
             decoded, sound = kernel.decode_ef(kernel.encode_ef(positions, length, low), 3, length, low)
             assert bool(sound) and torch.equal(decoded, positions)
@@ -152,7 +153,7 @@ def test_damaged_positions(segment: tuple[np.ndarray, int], low: int, data: st.D
     """
     positions, length = segment
     for name, more in (("ef", (low,)), ("bitmap", ())):
-        lineage = getattr(torch_codecs, f"encode_{name}")(torch.from_numpy(positions), length, *more).clone()
+        lineage = getattr(torch_kernels, f"encode_{name}")(torch.from_numpy(positions), length, *more).clone()
         for place, value in data.draw(
             st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)
         ):
@@ -163,12 +164,12 @@ def test_damaged_positions(segment: tuple[np.ndarray, int], low: int, data: st.D
             continue
         first, second = (
             getattr(kernel, f"decode_{name}")(lineage, count, length, *more)
-            for kernel in (cpu_codecs, torch_codecs)
+            for kernel in (cpu, torch_kernels)
         )
         assert bool(first[1]) == bool(second[1])
         if bool(first[1]):
             assert torch.equal(first[0], second[0]) and bool(
-                torch_codecs.torch_ops.sorted_below(first[0], length)
+                torch_kernels.strictly_increasing(first[0], length)
             )
 
 
@@ -178,9 +179,7 @@ def test_encoders_write_within_their_stream(name: str) -> None:
     for wrong in ([-1, 5], [5, 2000], [900, 3], [2**31 - 1], [-(2**31)]):
         positions = torch.tensor(wrong, dtype=torch.int32)
         with pytest.raises(ValueError, match="ascend"):
-            cpu_codecs.encode_bitmap(positions, 1000) if name == "bitmap" else cpu_codecs.encode_ef(
-                positions, 1000, 2
-            )
+            cpu.encode_bitmap(positions, 1000) if name == "bitmap" else cpu.encode_ef(positions, 1000, 2)
 
 
 # Distances --------------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def test_every_pair_of_bits_has_a_distance_and_back(kernel: ModuleType, width: i
     assert torch.equal(kernel.add(known, kernel.subtract(new, known)), new)
     if width < 8:
         before = known.clone(), new.clone()
-        away = kernel.distances(known, new)
+        away = kernel.ulp_deltas(known, new)
         assert torch.equal(known, before[0]) and torch.equal(new, before[1])
         assert away.dtype == torch.int32 and away.tolist() == expected.tolist()
         assert torch.equal(kernel.narrow(away, new.dtype), kernel.subtract(new, known))
@@ -238,9 +237,11 @@ def test_the_order_is_that_of_the_numbers(width: int) -> None:
             )
         ]
     )
-    away = torch_codecs.subtract(up.view(BITS[width]), values[:-1].contiguous().view(BITS[width])).tolist()
+    away = torch_kernels.subtract(up.view(BITS[width]), values[:-1].contiguous().view(BITS[width])).tolist()
     assert away[0] == away[1] == away[3] == away[4] == away[5] == 1
-    assert torch_codecs.subtract(values[3:4].view(BITS[width]), values[2:3].view(BITS[width])).tolist() == [1]
+    assert torch_kernels.subtract(values[3:4].view(BITS[width]), values[2:3].view(BITS[width])).tolist() == [
+        1
+    ]
 
 
 @both
@@ -251,7 +252,7 @@ def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     """For the best plan and for any other; every size is exact."""
     distances = data.draw(some_distances(width))
     classes = kernel.measure(wide(distances))
-    best = cpu_codecs.choose_planes(classes, width)
+    best = choose_planes(classes, width)
     shift, spread = data.draw(
         st.sampled_from(
             [(best.shift, best.spread - 1), (0, -1), (1, 2), (7, -1), (8 * width - 1, 24), (5, 0)]
@@ -279,7 +280,7 @@ def test_the_plan_is_the_best(width: int, data: st.DataObject) -> None:
         for shift in range(8 * width)
         for spread in (-1, *range(0, 25, 1))
     ]
-    plan = cpu_codecs.choose_planes(cpu_codecs.measure(wide(distances)), width, zeros)
+    plan = choose_planes(cpu.measure(wide(distances)), width, zeros)
     assert (plan.size, plan.shift) == min(plans)
 
 
@@ -314,7 +315,7 @@ def test_damaged_distances(width: int, data: st.DataObject) -> None:
         damaged[place % len(damaged)] = value
     plan = Planes(shift, spread + 1, far, unary, len(lineage))
     first, second = (
-        kernel.decode_planes(damaged, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs)
+        kernel.decode_planes(damaged, count, BITS[width], plan) for kernel in (cpu, torch_kernels)
     )
     assert bool(first[1]) == bool(second[1])
     if bool(first[1]):
@@ -323,7 +324,7 @@ def test_damaged_distances(width: int, data: st.DataObject) -> None:
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     escapes = int((np.abs(distances) > 127).sum())
     first, second = (
-        kernel.decode_ulp8(damaged, count, BITS[width], escapes) for kernel in (cpu_codecs, torch_codecs)
+        kernel.decode_ulp8(damaged, count, BITS[width], escapes) for kernel in (cpu, torch_kernels)
     )
     assert bool(first[1]) == bool(second[1])
     if bool(first[1]):
@@ -339,13 +340,13 @@ def test_random_bytes_as_planes(width: int) -> None:
         shift, spread = int(rng.integers(0, 8 * width)), int(rng.integers(-1, 25))
         far = int(rng.integers(0, count + 1))
         unary = int(rng.integers(far, far * rng.integers(1, 8 * width - shift + 1) + 1))
-        places = bitmap_bytes(count) if spread < 0 else ef_size(far, count, spread)
-        lows = (count + 7 & -8) * (shift // 8) + bitmap_bytes(count) * (shift % 8)
-        size = bitmap_bytes(count) + lows + places + bitmap_bytes(unary) + bitmap_bytes(unary - far)
+        places = bitmap_nbytes(count) if spread < 0 else ef_size(far, count, spread)
+        lows = (count + 7 & -8) * (shift // 8) + bitmap_nbytes(count) * (shift % 8)
+        size = bitmap_nbytes(count) + lows + places + bitmap_nbytes(unary) + bitmap_nbytes(unary - far)
         data = torch.from_numpy(rng.integers(0, 256, size, np.uint8) * rng.integers(0, 2, size, np.uint8))
         plan = Planes(shift, spread + 1, far, unary, size)
         first, second = (
-            kernel.decode_planes(data, count, BITS[width], plan) for kernel in (cpu_codecs, torch_codecs)
+            kernel.decode_planes(data, count, BITS[width], plan) for kernel in (cpu, torch_kernels)
         )
         assert bool(first[1]) == bool(second[1])
         agreed += bool(first[1])
@@ -368,8 +369,8 @@ def test_scatter_add(kernel: ModuleType, width: int, order: str) -> None:
         positions, before = rng.permutation(len(flat))[:count], versions(tensors)
         positions = np.sort(positions) if order == "sorted" else positions
         new = random_bits(count, width, seed=count)
-        away = torch_codecs.subtract(new, torch.from_numpy(expected[positions]))
-        assert torch.equal(kernel.moved(flat, torch.from_numpy(positions), away), new)
+        away = torch_kernels.subtract(new, torch.from_numpy(expected[positions]))
+        assert torch.equal(kernel.add_ulps(flat, torch.from_numpy(positions), away), new)
         assert versions(tensors) == before and np.array_equal(bits_of(tensors, width), expected)
         kernel.scatter_add(flat, torch.from_numpy(positions), away)
         expected[positions] = new.numpy()
@@ -404,7 +405,7 @@ def test_positions_outside_are_refused(kernel: ModuleType) -> None:
     array, one = torch.zeros(10, dtype=torch.int16), torch.ones(1, dtype=torch.int16)
     flat = FlatTensors([array[:4], array[4:8]], 2)
     for position in (-1, 8, 1 << 40):
-        for use in (kernel.scatter_add, kernel.moved):
+        for use in (kernel.scatter_add, kernel.add_ulps):
             with pytest.raises(IndexError):
                 use(flat, torch.tensor([position]), one)
     assert not array.any()
@@ -414,41 +415,37 @@ def test_distances_are_those_of_equal_arrays() -> None:
     bits = torch.zeros(8, dtype=torch.int16)
     for old in (bits[:7], bits.int(), bits.repeat(2)[::2]):
         with pytest.raises(ValueError, match="expected >="):
-            cpu_codecs.distances(old, bits)
+            cpu.ulp_deltas(old, bits)
     assert (
-        cpu_codecs.distances(bits[:0], bits[:0]).tolist()
-        == torch_codecs.distances(bits[:0], bits[:0]).tolist()
+        cpu.ulp_deltas(bits[:0], bits[:0]).tolist()
+        == torch_kernels.ulp_deltas(bits[:0], bits[:0]).tolist()
         == []
     )
-
-
-def test_codecs_on() -> None:
-    assert codecs_on("cpu") is cpu_codecs
-    assert codecs_on(torch.device("cuda", 1)) is torch_codecs
 
 
 GUARDED = """
 import ctypes, mmap
 import numpy as np
 import torch
-from dte_dist.kernels import cpu_codecs
+from dte_dist.kernels import cpu
+from dte_dist.kernels.sizes import choose_planes
 
 libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
 memory = mmap.mmap(-1, 2 * page)
 array = np.frombuffer(memory, np.uint8)
 assert libc.mprotect(ctypes.c_void_p(array.ctypes.data + page), page, 0) == 0
 for distances in ([2] * 64, [3] * 64, [1] * 10 + [3] * 63 + [5, 2], [5] * 32 + [2]):
-    classes = cpu_codecs.measure(torch.tensor(distances, dtype=torch.int32))
-    plan = cpu_codecs.choose_planes(classes, 2)._replace(shift=0, spread=0)
+    classes = cpu.measure(torch.tensor(distances, dtype=torch.int32))
+    plan = choose_planes(classes, 2)._replace(shift=0, spread=0)
     high = [abs(d) - 1 for d in distances if abs(d) > 1]
     unary = sum(h.bit_length() for h in high)
     words = lambda bits: 8 * -(-bits // 64)
     size = 2 * words(len(distances)) + words(unary) + words(unary - len(high))
     plan = plan._replace(far=len(high), unary=unary, size=size)
-    stream = cpu_codecs.encode_planes(classes, 2, plan)
+    stream = cpu.encode_planes(classes, 2, plan)
     array[page - size : page] = stream.numpy()
     last = torch.from_numpy(array[page - size : page])
-    decoded, sound = cpu_codecs.decode_planes(last, len(distances), torch.int16, plan)
+    decoded, sound = cpu.decode_planes(last, len(distances), torch.int16, plan)
     assert sound and decoded.tolist() == distances
 """
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dte_dist import kernels
 from dte_dist.codec import Segment
-from dte_dist.kernels import cpu_remap, torch_codecs, torch_remap
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.layout import Block, Cut, cut_block
 from dte_dist.plan.chunks import SEGMENT
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
@@ -22,7 +22,7 @@ from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import global_index, homes, local_index, pairs_of_spaces, whole_space
 
-KERNELS = [cpu_remap, torch_remap]
+KERNELS = [cpu, torch_kernels]
 both = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu", "torch"])
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 some = settings(max_examples=80, deadline=None)
@@ -125,7 +125,7 @@ def test_place_writes_every_home_and_nothing_else(data) -> None:
                 expected[home] = bit
         for kernel, flat in zip(KERNELS, flats, strict=True):
             for index_map in index_maps:
-                kernel.place(index_map, begin, bits, flat)
+                kernel.scatter_dense(index_map, begin, bits, flat)
             assert content(flat) == expected
             assert {i for i, version in enumerate(before) if flat.tensors[i]._version != version} == touched
 
@@ -171,7 +171,7 @@ def test_a_tied_source_feeds_untied_receivers(kernel: ModuleType) -> None:
     bits = random_bits(13, 2)
     flat = target_of(receiver, 5)
     for index_map in index_maps:
-        kernel.place(index_map, 0, bits, flat)
+        kernel.scatter_dense(index_map, 0, bits, flat)
     expected = bits.tolist()
     assert content(flat) == expected[:3] + expected[3:11] * 2 + expected[11:]
 
@@ -189,7 +189,7 @@ def test_regions_of_one_slot_in_any_order(kernel: ModuleType) -> None:
     for receiver in (rows, columns):
         flat = target_of(receiver, 7)
         for index_map in build_index_maps(source, receiver):
-            kernel.place(index_map, 0, bits, flat)
+            kernel.scatter_dense(index_map, 0, bits, flat)
         whole = bits.view(8, 6)
         for piece, tensor in zip(receiver.pieces, flat.tensors, strict=True):
             assert torch.equal(tensor.reshape(-1), whole.reshape(-1)[piece.block.global_indices((8, 6))])
@@ -207,7 +207,7 @@ def test_a_run_crosses_many_tensors(kernel: ModuleType, width: int) -> None:
         flat = target_of(space, 11)
         expected = content(flat)
         expected[begin:end] = bits[begin:end].tolist()
-        kernel.place(index_map, begin, bits[begin:end], flat)
+        kernel.scatter_dense(index_map, begin, bits[begin:end], flat)
         assert content(flat) == expected
 
 
@@ -243,7 +243,7 @@ def test_blocks_that_are_cut_along_every_dimension(kernel: ModuleType, seed: int
     for home, bit in wanted:
         expected[home] = bit
     for begin, end in [(0, 20), (20, 21), (21, spaces[0].numel)]:
-        kernel.place(index_map, begin, bits[begin:end], flat)
+        kernel.scatter_dense(index_map, begin, bits[begin:end], flat)
     assert content(flat) == expected
 
 
@@ -444,8 +444,8 @@ def test_nothing_in_nothing_out(kernel: ModuleType) -> None:
     assert translated(kernel, [index_map], 0, list(range(30)), random_bits(30, 2)) == []
     flat = target_of(other, 3)
     before = content(flat)
-    kernel.place(index_map, 0, random_bits(30, 2), flat)
-    kernel.place(index_map, 31, random_bits(0, 2), flat)
+    kernel.scatter_dense(index_map, 0, random_bits(30, 2), flat)
+    kernel.scatter_dense(index_map, 31, random_bits(0, 2), flat)
     assert content(flat) == before
     assert {tensor._version for tensor in flat.tensors} == {0}
 
@@ -473,7 +473,7 @@ def test_a_staged_patch_is_applied_through_all_layers(data) -> None:
     ):
         here = slice(0, middle) if positions is None else where
         relative = data.draw(st.booleans())
-        values = torch_codecs.subtract(new[here], known[here]) if relative else new[here]
+        values = torch_kernels.subtract(new[here], known[here]) if relative else new[here]
         staged.add(target, 3, Segment(first, length, positions, values, relative))
     staged.add(target, 5, Segment(0, source.numel, None, new))  # a source that holds nothing of ours
     assert content(flat) == before
@@ -510,15 +510,13 @@ def test_sparse_and_whole_segments_are_not_taken_for_each_other() -> None:
 def test_the_tables_of_a_device_are_made_once() -> None:
     space = whole_space(2, (6, 5))
     (index_map,) = build_index_maps(space, space_of(2, (0, Block.rectangle((0, 1), (6, 3)))))
-    known = len(torch_remap._known)
+    known = len(torch_kernels.index_map._known)
     for _ in range(2):
-        torch_remap.translate(index_map, 0, torch.zeros(1, dtype=torch.int32), random_bits(1, 2))
-    assert len(torch_remap._known) == known + 1
+        torch_kernels.translate(index_map, 0, torch.zeros(1, dtype=torch.int32), random_bits(1, 2))
+    assert len(torch_kernels.index_map._known) == known + 1
     del index_map
-    assert len(torch_remap._known) == known
+    assert len(torch_kernels.index_map._known) == known
 
 
-def test_modules_by_device() -> None:
-    assert kernels.remaps_on("cpu") is cpu_remap
-    assert kernels.remaps_on(torch.device("cuda", 1)) is torch_remap
+def test_a_huge_space_is_huge() -> None:
     assert prod(HUGE) > 1 << 32

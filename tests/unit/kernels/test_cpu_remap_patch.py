@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import ModuleType
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,16 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist.codec import Segment
-from dte_dist.kernels import (
-    cpu,
-    cpu_arrays,
-    cpu_codecs,
-    cpu_remap,
-    threads,
-    torch_codecs,
-    torch_ops,
-    torch_remap,
-)
+from dte_dist.kernels import Kernels, cpu
+from dte_dist.kernels import torch as torch_kernels
+from dte_dist.kernels.cpu import arguments, threads
 from dte_dist.layout import Block
 from dte_dist.plan.flat_space import FlatSpace
 from dte_dist.plan.index_map import IndexMap, build_index_maps
@@ -38,15 +29,7 @@ from tests.unit.kernels.test_cpu_remap import content, random_bits, space_of, ta
 THREADS = 7
 
 
-class Kernels(NamedTuple):
-    """The modules of one kind of device that `patch` stands for."""
-
-    codecs: ModuleType
-    index_maps: ModuleType
-    ops: ModuleType
-
-
-CPU, TORCH = Kernels(cpu_codecs, cpu_remap, cpu), Kernels(torch_codecs, torch_remap, torch_ops)
+CPU, TORCH = cpu, torch_kernels
 both = pytest.mark.parametrize("kernel", [CPU, TORCH], ids=["cpu", "torch"])
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 either = pytest.mark.parametrize("relative", [False, True], ids=["bits", "distances"])
@@ -75,9 +58,9 @@ def check(
     values = random_bits(len(positions), mine.width, len(positions))
     before, given = values.clone(), packing(positions, length, how["packed"])
     kept = given[0].clone()
-    kernel.codecs.patch(index_map, first, given[0], values, mine, relative=how["relative"], length=given[1])
-    where = kernel.index_maps.translate(index_map, first, positions, values)
-    (kernel.codecs.scatter_add if how["relative"] else kernel.ops.scatter)(theirs, *where)
+    kernel.patch(index_map, first, given[0], values, mine, relative=how["relative"], length=given[1])
+    where = kernel.translate(index_map, first, positions, values)
+    (kernel.scatter_add if how["relative"] else kernel.scatter)(theirs, *where)
     assert content(mine) == content(theirs)
     assert moved(mine, [0] * len(mine.tensors)) == moved(theirs, [0] * len(theirs.tensors))
     assert torch.equal(values, before) and torch.equal(given[0], kept)
@@ -113,9 +96,9 @@ def test_any_geometry(kernel: Kernels, data: st.DataObject) -> None:
         for position, value in zip(positions.tolist(), values, strict=True):
             for home in places[begin + position]:
                 now = expected[home : home + 1]
-                now.copy_(torch_codecs.add(now, value.view(1)) if relative else value)
+                now.copy_(torch_kernels.add(now, value.view(1)) if relative else value)
         for index_map in index_maps:
-            kernel.codecs.patch(index_map, begin, at, values, flat, relative=relative, length=length)
+            kernel.patch(index_map, begin, at, values, flat, relative=relative, length=length)
         assert content(flat) == expected.tolist()
         touched = {
             int(np.searchsorted(receiver.starts, home, side="right")) - 1
@@ -198,7 +181,7 @@ def test_more_positions_than_are_worked_on_together(
         for width in (2, 1) if relative else (2, 8, 4):
             everywhere = ((0, "all"), (998, "some"), (0, "few"), (1000, "most"), (SOURCE.numel - 4000, "all"))
             for first, density in everywhere[
-                : 2 if kernel.codecs is torch_codecs else 5
+                : 2 if kernel is torch_kernels else 5
             ]:  # plain torch ops work on all of them together
                 positions = spots(DENSITIES[density], first)
                 check(
@@ -286,13 +269,13 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Let seven threads share few positions, and return how many parts each call has had."""
     counted: list[int] = []
 
-    def split(work: Callable[[int, int], bool], total: int, **options: int) -> list[bool]:
-        results = threads.split(work, total, **options)
+    def parallel_for(work: Callable[[int, int], bool], total: int, **options: int) -> list[bool]:
+        results = threads.parallel_for(work, total, **options)
         counted.append(len(results))
         return results
 
-    monkeypatch.setattr(cpu_arrays, "RANDOM", 3)
-    monkeypatch.setattr(cpu_codecs, "split", split)
+    monkeypatch.setattr(arguments, "RANDOM", 3)
+    monkeypatch.setattr(cpu.index_map, "parallel_for", parallel_for)
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     yield counted
@@ -359,7 +342,7 @@ def test_tables_that_lead_out_of_the_tensors_are_refused(
         positions = torch.arange(length, dtype=torch.int32)
         at, packed_length = packing(positions, length, packed)
         with pytest.raises(IndexError):
-            kernel.codecs.patch(
+            kernel.patch(
                 tables,
                 0,
                 at,
@@ -393,11 +376,11 @@ def test_wrong_arrays_are_refused() -> None:
         (cpu.encode_u16(positions, 10), values, 70_000),
     ):
         with pytest.raises(ValueError, match=r"expected >=|do not fit"):
-            cpu_codecs.patch(index_map, 0, at, new, flat, relative=False, length=length)
+            cpu.patch(index_map, 0, at, new, flat, relative=False, length=length)
     assert content(flat) == before
     masters = FlatTensors([torch.zeros(10)], 2).read_as([torch.bfloat16])
     with pytest.raises(ValueError, match="can only be read"):
-        cpu_codecs.patch(index_map, 0, positions, values, masters, relative=False)
+        cpu.patch(index_map, 0, positions, values, masters, relative=False)
 
 
 # Segments ---------------------------------------------------------------------------------------------------

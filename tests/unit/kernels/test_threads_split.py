@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import cpu, cpu_arrays, cpu_codecs, cpu_remap, threads
+from dte_dist.kernels import cpu
+from dte_dist.kernels.cpu import arguments, threads
 from dte_dist.layout import Block
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 from dte_dist.plan.index_map import build_index_maps
@@ -27,8 +28,8 @@ THREADS = 7
 @pytest.fixture(autouse=True)
 def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Parts of a few elements are worth a thread, and there are seven."""
-    monkeypatch.setattr(cpu_arrays, "STREAM", 16)
-    monkeypatch.setattr(cpu_arrays, "RANDOM", 3)
+    monkeypatch.setattr(arguments, "STREAM", 16)
+    monkeypatch.setattr(arguments, "RANDOM", 3)
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     yield
@@ -37,16 +38,16 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many parts each call of `split` has had since."""
+    """How many parts each call of `parallel_for` has had since."""
     counted: list[int] = []
 
-    def split(work, total, **options):
-        results = threads.split(work, total, **options)
+    def parallel_for(work, total, **options):
+        results = threads.parallel_for(work, total, **options)
         counted.append(len(results))
         return results
 
-    for module in (cpu, cpu_remap, cpu_codecs):
-        monkeypatch.setattr(module, "split", split)
+    for module in (cpu.scan, cpu.index_map, cpu.value_codecs):
+        monkeypatch.setattr(module, "parallel_for", parallel_for)
     return counted
 
 
@@ -120,8 +121,8 @@ def test_writing(width: int, counter: torch.dtype, order: Callable, parts: list[
         flat = FlatTensors(make_tensors(width), width)
         cpu.write(flat, 4, whole)
         cpu.scatter(flat, places.to(counter), new)
-        cpu_codecs.scatter_add(flat, places, new)
-        moved = cpu_codecs.moved(flat, places, new)
+        cpu.scatter_add(flat, places, new)
+        moved = cpu.add_ulps(flat, places, new)
         return [
             bits_of(list(flat.tensors), width).tolist(),
             moved.tolist(),
@@ -139,17 +140,15 @@ def test_arrays(width: int, parts: list[int]) -> None:
 
     def work() -> list[list[int]]:
         array = known.clone()
-        cpu.put(array, places, new)
+        cpu.scatter_1d(array, places, new)
         sums = [cpu.checksum(frame, skip) for skip in (-1, 0, 50, 98)]
-        return [*numbers(array, cpu.gather(array, places)), sums]
+        return [*numbers(array, cpu.gather_1d(array, places)), sums]
 
     assert work() == alone(work)
     assert parts == [THREADS] * 6 + [1] * 6
     if width < 8:
         old = known[:60]
-        assert numbers(cpu_codecs.distances(old, new)) == alone(
-            lambda: numbers(cpu_codecs.distances(old, new))
-        )
+        assert numbers(cpu.ulp_deltas(old, new)) == alone(lambda: numbers(cpu.ulp_deltas(old, new)))
         assert parts[12:] == [THREADS, 1]
 
 
@@ -160,11 +159,11 @@ def test_a_position_outside_is_found_in_any_part(position: int, place: int) -> N
     places, flat = torch.arange(60, dtype=torch.int64), FlatTensors([array], 2)
     places[place] = position
     for call in (
-        lambda: cpu.put(array, places, bits),
-        lambda: cpu.gather(array, places),
+        lambda: cpu.scatter_1d(array, places, bits),
+        lambda: cpu.gather_1d(array, places),
         lambda: cpu.scatter(flat, places, bits),
-        lambda: cpu_codecs.scatter_add(flat, places, bits),
-        lambda: cpu_codecs.moved(flat, places, bits),
+        lambda: cpu.scatter_add(flat, places, bits),
+        lambda: cpu.add_ulps(flat, places, bits),
     ):
         with pytest.raises(IndexError):
             call()
@@ -204,10 +203,10 @@ def test_translation(width: int, receiver: str, parts: list[int]) -> None:
             torch.zeros_like(dense),
             torch.zeros_like(dense),
         )
-        cpu_remap.place(index_map, 60, dense[:200], flat)
-        cpu_remap.fetch(index_map, 0, fetched, random_bits(target.numel, width, 5))
-        cpu_codecs.collect(index_map, 0, collected, flat)
-        translated = cpu_remap.translate(index_map, 0, positions, bits)
+        cpu.scatter_dense(index_map, 60, dense[:200], flat)
+        cpu.gather_dense(index_map, 0, fetched, random_bits(target.numel, width, 5))
+        cpu.gather_dense_flat(index_map, 0, collected, flat)
+        translated = cpu.translate(index_map, 0, positions, bits)
         return [
             *numbers(*translated, fetched, collected),
             bits_of(tensors, width).tolist(),

@@ -26,7 +26,7 @@ from numba.core import event
 import dte_dist
 from dte_dist import kernels
 from dte_dist.errors import OrderMismatch, PeerLost
-from dte_dist.kernels import warming
+from dte_dist.kernels.cpu import jit
 from dte_dist.liveness import lookout
 from dte_dist.liveness import watch as watch_module
 from dte_dist.liveness.board import Board, Verdict, late, names
@@ -503,7 +503,7 @@ def test_a_forked_child_starts_a_clock_of_its_own_whoever_held_the_lock() -> Non
 
 def test_it_is_said_once_when_something_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     said: list[int] = []
-    notice = warming._Notice({4, 2}, lambda: said.append(1))
+    notice = jit._Notice({4, 2}, lambda: said.append(1))
     with caplog.at_level(logging.INFO, "dte_dist"), event.install_listener("numba:compile", notice):
         for number in (1, 2):
             njit(lambda x, number=number: x + number)(1.0)
@@ -514,9 +514,9 @@ def test_it_is_said_once_when_something_is_compiled(caplog: pytest.LogCaptureFix
 
 
 def test_what_is_compiled_already_says_nothing() -> None:
-    kernels.warm([4])
+    kernels.precompile([4])
     said: list[int] = []
-    kernels.warm([4], lambda: said.append(1))
+    kernels.precompile([4], lambda: said.append(1))
     assert said == []
 
 
@@ -527,7 +527,7 @@ def test_what_is_compiled_already_says_nothing() -> None:
 )
 def test_warm_takes_dtypes(monkeypatch: pytest.MonkeyPatch, dtypes: Any, widths: set[int]) -> None:
     asked: list[set[int]] = []
-    monkeypatch.setattr(kernels, "warm", asked.append)
+    monkeypatch.setattr(kernels, "precompile", asked.append)
     dte_dist.warm(*dtypes)
     assert asked == [widths]
     with pytest.raises(ValueError, match="takes dtypes"):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dte_dist.errors import LayoutMismatch
-from dte_dist.kernels.cpu_remap import translate
+from dte_dist.kernels.cpu import translate
 from dte_dist.layout import WHOLE, Block, Cut, Entry, Layout, Manifest, MeshSpec, Placement
 from dte_dist.plan.aliases import Aliases, aliased_entries
 from dte_dist.plan.index_map import build_index_maps

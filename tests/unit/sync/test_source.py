@@ -718,7 +718,7 @@ def test_a_source_that_cannot_go_back_has_no_version(waves: None, after: int) ->
     pair.trained["w0"].copy_(pair.copy["w0"])
     pair.trained["w0"][::9] += 1  # few changes in each chunk: what was there is noted where it changed
     pair.prepare()
-    known._kernels = Failing(cpu, "put", after, False)
+    known._kernels = Failing(cpu, "scatter_1d", after, False)
     with pytest.raises(OSError, match="gone"):
         pair.source.rollback()
     known._kernels = cpu

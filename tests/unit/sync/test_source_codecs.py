@@ -14,7 +14,8 @@ from dte_dist import kernels
 from dte_dist.codec import CodecSelector, Segment, read_frame
 from dte_dist.codec.index_codecs import INDEX_CODECS
 from dte_dist.codec.value_codecs import VALUE_CODECS
-from dte_dist.kernels import cpu_codecs, torch_codecs
+from dte_dist.kernels import cpu
+from dte_dist.kernels import torch as torch_kernels
 from dte_dist.layout import Block
 from dte_dist.plan.chunks import ChunkPlan
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
@@ -32,7 +33,7 @@ PAIRS = [
 ]
 CHOICES = [*PAIRS, "fast", "small", "auto"]
 every_codec = pytest.mark.parametrize("codec", CHOICES)
-both = pytest.mark.parametrize("codecs", [cpu_codecs, torch_codecs], ids=["cpu", "torch"])
+both = pytest.mark.parametrize("codecs", [cpu, torch_kernels], ids=["cpu", "torch"])
 DTYPES = (
     torch.bfloat16,
     torch.float32,
@@ -288,7 +289,7 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
     """A tied tensor may lie in a receiver twice, or under two names in one place, where nothing may be added
     twice.
     """
-    monkeypatch.setattr(kernels, "codecs_on", lambda device: codecs)
+    monkeypatch.setattr(kernels, "on", lambda device: codecs)
     block = Block.whole((4, 5))
     source = FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))
     receiver = FlatSpace.of(2, Pieces.of([Piece(0, 0, block), Piece(0, 1, block)]))
@@ -362,7 +363,7 @@ def test_collect_is_the_reverse_of_place(codecs, kind: int) -> None:
     held.copy_(torch.arange(20).view(4, 5) + 100)
     (index_map,) = build_index_maps(source, receiver)
     out = torch.full((40,), -1, dtype=torch.int32)
-    codecs.collect(index_map, 4, out, FlatTensors([held], 4))
+    codecs.gather_dense_flat(index_map, 4, out, FlatTensors([held], 4))
     expected = torch.full((6, 8), -1, dtype=torch.int32)
     expected[1:5, [0, 1, 5, 6, 7]] = held
     assert torch.equal(out, expected.view(-1)[4:44])

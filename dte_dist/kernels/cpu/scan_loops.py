@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loops over CPU memory. `kernels.cpu` is their face: it checks arguments, turns tensors into
-addresses and splits the work.
+"""The numba loops that go over live tensors: compare, copy, scatter, gather, checksum. `scan.py` checks their
+arguments, turns tensors into addresses and splits the work.
 
 Every loop takes memory as int64 addresses, many tensors as that of a `Table`. So calls cost little, and one
 compiled form serves all; only what touches elements is compiled anew for each type of `sample`, any scalar of
@@ -16,31 +16,36 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.kernels.compiled import loop, part
-from dte_dist.kernels.memory import BLOCK, at, column, differing, lowest, move, move_down, stack, word
+from dte_dist.kernels.cpu.intrinsics import (
+    BLOCK,
+    count_trailing_zeros,
+    differing,
+    move,
+    move_down,
+    pointer,
+    scratch,
+    table_column,
+    word,
+)
+from dte_dist.kernels.cpu.jit import inline, loop
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, ROUNDED, SHAPES, STARTS
 
 __all__ = [
     "advance",
-    "check_u16",
     "checksum",
+    "compact",
     "copy",
-    "decode_u16",
     "element",
-    "encode_u16",
-    "find",
-    "gather",
-    "join",
+    "find_tensor",
+    "gather_1d",
     "mix",
-    "put",
     "scatter",
-    "sorted_below",
+    "scatter_1d",
     "to_bf16",
-    "until",
 ]
 
 _ROWS: Final = 32  # of a transposed matrix that are copied at once
-_ROOM: Final = 2048  # elements of at most 8 bytes that `stack` holds
+_ROOM: Final = 2048  # elements of at most 8 bytes that `scratch` holds
 _FIRST = np.uint64(0x9E3779B97F4A7C15)
 _SECOND = np.uint64(0xFF51AFD7ED558CCD)
 _THIRD = np.uint64(0xC4CEB9FE1A85EC53)
@@ -51,12 +56,12 @@ _HALF, _LAST, _SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 _SIGNLESS, _INFINITY, _NAN = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000), np.uint16(0xFFFF)
 
 
-@part
-def find(table, index, position):
+@inline
+def find_tensor(table, index, position):
     """Return which tensor holds a position, never an empty one: the last that starts at or before it, sought
     near `index` first.
     """
-    starts, high, reach = column(table, STARTS), at(table, _I64)[COUNT], 1
+    starts, high, reach = table_column(table, STARTS), pointer(table, _I64)[COUNT], 1
     if starts[index] > position:
         index = 0
     while index + reach < high and starts[index + reach] <= position:
@@ -72,37 +77,16 @@ def find(table, index, position):
     return index
 
 
-@part
-def until(positions, i, count, limit):
-    """Return the first of the places [i, count), which are some, whose position is at least `limit`; near `i`
-    first.
-    """
-    position, reach = at(positions, _I32), 1
-    if position[count - 1] < limit:
-        return count
-    while i + reach < count and position[i + reach] < limit:
-        i += reach
-        reach += reach
-    end = min(i + reach, count)
-    while i < end:
-        middle = (i + end) >> 1
-        if position[middle] < limit:
-            i = middle + 1
-        else:
-            end = middle
-    return i
-
-
-@part
+@inline
 def _shape(table, index):
     """Return how a strided tensor is described (`Table.shapes`)."""
-    return at(at(table, _I64)[SHAPES] + 8 * (column(table, KINDS)[index] - 1), _I64)
+    return pointer(pointer(table, _I64)[SHAPES] + 8 * (table_column(table, KINDS)[index] - 1), _I64)
 
 
-@part
+@inline
 def element(table, index, place):
     """Return the address of element `place`, in row-major order, of a tensor that is not contiguous."""
-    address, shape = column(table, ADDRESSES)[index], _shape(table, index)
+    address, shape = table_column(table, ADDRESSES)[index], _shape(table, index)
     for dim in range(2 * shape[0] - 1, 1, -2):
         outer = place // shape[dim]
         address += (place - outer * shape[dim]) * shape[dim + 1]
@@ -110,7 +94,7 @@ def element(table, index, place):
     return address + place * shape[2]
 
 
-@part
+@inline
 def _copy_strided(sample, width, table, index, place, count, buffer, inward):
     """Copy `count` elements from `place` on of a tensor that is not contiguous, from `buffer` (inward) or to
     it.
@@ -134,8 +118,8 @@ def _copy_strided(sample, width, table, index, place, count, buffer, inward):
             for i in range(here):
                 for j in range(rows):
                     one, other = (
-                        at(live + i * step + j * width, sample),
-                        at(buffer + (i + j * size) * width, sample),
+                        pointer(live + i * step + j * width, sample),
+                        pointer(buffer + (i + j * size) * width, sample),
                     )
                     if inward:
                         one[0] = other[0]
@@ -149,14 +133,14 @@ def to_bf16(live, count, buffer):
     """Write fp32 as bf16: to the nearest, ties to even; every NaN becomes 0xffff, as torch casts in one
     dimension.
     """
-    single, half = at(live, _U32), at(buffer, _U16)
+    single, half = pointer(live, _U32), pointer(buffer, _U16)
     for i in range(count):
         bits = single[i]
         rounded = (bits + (_HALF + (bits >> _SIXTEEN & _LAST))) >> _SIXTEEN
         half[i] = _NAN if bits & _SIGNLESS > _INFINITY else np.uint16(rounded)
 
 
-@part
+@inline
 def _take_run(width, live, known, low, end, first, old, new):
     """Take over elements [low, end) of a run that all differ; write what they were and are from element
     `first` of the arrays on.
@@ -167,15 +151,15 @@ def _take_run(width, live, known, low, end, first, old, new):
     move(known + low * width, live + low * width, size)
 
 
-@part
+@inline
 def _count_up(positions, first, count, start):
     """Write start, start + 1, ... to int32 places [first, first + count)."""
-    position = at(positions, _I32)
+    position = pointer(positions, _I32)
     for i in range(count):
         position[first + i] = np.int32(start + i)
 
 
-@part
+@inline
 def _advance_run(sample, width, live, known, length, base, begun, out):
     """Compare one contiguous run and take it over; positions count from `base`. Return how many differ, with
     the `begun` before.
@@ -185,8 +169,8 @@ def _advance_run(sample, width, live, known, length, base, begun, out):
     has changed: while `begun` is `base`.
     """
     positions, old, new = out
-    a, b = at(live, sample), at(known, sample)
-    position, before, after = at(positions, _I32), at(old, sample), at(new, sample)
+    a, b = pointer(live, sample), pointer(known, sample)
+    position, before, after = pointer(positions, _I32), pointer(old, sample), pointer(new, sample)
     lanes = BLOCK // width
     found, low, whole, full = begun, np.int64(0), length & -lanes, begun == base
     every = _ALL >> np.uint64(64 - lanes)
@@ -207,7 +191,7 @@ def _advance_run(sample, width, live, known, length, base, begun, out):
         while low < stop:
             mask = differing(live + low * width, known + low * width, sample)
             while mask != _ZERO:
-                i = low + lowest(mask)
+                i = low + count_trailing_zeros(mask)
                 position[found], before[found], after[found] = np.int32(base + i), b[i], a[i]
                 b[i] = a[i]
                 found += 1
@@ -232,8 +216,12 @@ def advance(sample, width, table, begin, end, known, positions, old, new):
     Write positions, counted from `begin`, and the bits before and after. Return how many; if that is all, no
     position is written.
     """
-    starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
-    found, now, index, room = np.int64(0), begin, find(table, _I64, begin), stack()
+    starts, addresses, kinds = (
+        table_column(table, STARTS),
+        table_column(table, ADDRESSES),
+        table_column(table, KINDS),
+    )
+    found, now, index, room = np.int64(0), begin, find_tensor(table, _I64, begin), scratch()
     while now < end:
         stop = min(end, starts[index + 1])
         while now < stop:
@@ -250,9 +238,9 @@ def advance(sample, width, table, begin, end, known, positions, old, new):
 
 
 @loop
-def join(width, parts, counts, number, array):
+def compact(width, parts, counts, number, array):
     """Move counts[i] elements from place parts[i] on together, for i below `number`, in ascending order."""
-    first, count, done = at(parts, _I64), at(counts, _I64), 0
+    first, count, done = pointer(parts, _I64), pointer(counts, _I64), 0
     for i in range(number):
         if first[i] != done:
             move_down(array + width * done, array + width * first[i], width * count[i])
@@ -265,12 +253,12 @@ def copy(sample, width, table, begin, end, buffer, inward, touched):
     met.
     """
     starts, addresses, kinds, mark = (
-        column(table, STARTS),
-        column(table, ADDRESSES),
-        column(table, KINDS),
-        at(touched, _U8),
+        table_column(table, STARTS),
+        table_column(table, ADDRESSES),
+        table_column(table, KINDS),
+        pointer(touched, _U8),
     )
-    now, index = begin, find(table, _I64, begin)
+    now, index = begin, find_tensor(table, _I64, begin)
     while now < end:
         stop = min(end, starts[index + 1])
         if stop > now:
@@ -296,49 +284,49 @@ def scatter(sample, width, table, positions, wide, bits, count, touched):
     Return how many were written: fewer than `count` if a position is out of range.
     """
     starts, addresses, kinds, mark = (
-        column(table, STARTS),
-        column(table, ADDRESSES),
-        column(table, KINDS),
-        at(touched, _U8),
+        table_column(table, STARTS),
+        table_column(table, ADDRESSES),
+        table_column(table, KINDS),
+        pointer(touched, _U8),
     )
     narrow_position, wide_position, bit, total = (
-        at(positions, _I32),
-        at(positions, _I64),
-        at(bits, sample),
-        starts[at(table, _I64)[COUNT]],
+        pointer(positions, _I32),
+        pointer(positions, _I64),
+        pointer(bits, sample),
+        starts[pointer(table, _I64)[COUNT]],
     )
     index = i = np.int64(0)
     while i < count:
         now = wide_position[i] if wide else np.int64(narrow_position[i])
         if now < 0 or now >= total:
             break
-        index = find(table, index, now)
+        index = find_tensor(table, index, now)
         low, high, live = starts[index], starts[index + 1], addresses[index]
         mark[index] = 1
         if kinds[index] == PLAIN:
             while low <= now < high:
-                at(live + (now - low) * width, sample)[0] = bit[i]
+                pointer(live + (now - low) * width, sample)[0] = bit[i]
                 i += 1
                 if i == count:
                     break
                 now = wide_position[i] if wide else np.int64(narrow_position[i])
         else:
-            at(element(table, index, now - low), sample)[0] = bit[i]
+            pointer(element(table, index, now - low), sample)[0] = bit[i]
             i += 1
     return i
 
 
 @loop
-def put(sample, array, length, positions, wide, bits, count):
+def scatter_1d(sample, array, length, positions, wide, bits, count):
     """Write bits to positions (int64 if `wide`, else int32) of one array.
 
     Return how many were written: fewer than `count` if a position is out of range.
     """
     element, bit, narrow_position, wide_position = (
-        at(array, sample),
-        at(bits, sample),
-        at(positions, _I32),
-        at(positions, _I64),
+        pointer(array, sample),
+        pointer(bits, sample),
+        pointer(positions, _I32),
+        pointer(positions, _I64),
     )
     for i in range(count):
         place = wide_position[i] if wide else np.int64(narrow_position[i])
@@ -349,13 +337,16 @@ def put(sample, array, length, positions, wide, bits, count):
 
 
 @loop
-def gather(sample, array, length, positions, wide, bits, count):
-    """Read bits from positions (int64 if `wide`, else int32) of one array. Return how many: as `put`."""
+def gather_1d(sample, array, length, positions, wide, bits, count):
+    """Read bits from positions (int64 if `wide`, else int32) of one array.
+
+    Return how many: as `scatter_1d`.
+    """
     element, bit, narrow_position, wide_position = (
-        at(array, sample),
-        at(bits, sample),
-        at(positions, _I32),
-        at(positions, _I64),
+        pointer(array, sample),
+        pointer(bits, sample),
+        pointer(positions, _I32),
+        pointer(positions, _I64),
     )
     for i in range(count):
         place = wide_position[i] if wide else np.int64(narrow_position[i])
@@ -365,67 +356,9 @@ def gather(sample, array, length, positions, wide, bits, count):
     return count
 
 
-@loop
-def encode_u16(positions, count, blocks, stream):
-    """Write uint32[blocks] counts and uint16[count] offsets for sorted int32 positions."""
-    position, number = at(positions, _I32), at(stream, _U32)
-    offset = at(stream + 4 * blocks, _U16)
-    for i in range(count):
-        offset[i] = np.uint16(position[i] & 0xFFFF)
-    first = 0
-    for block in range(blocks):
-        low, high = first, count
-        while low < high:
-            middle = (low + high) >> 1
-            if position[middle] >> 16 <= block:
-                low = middle + 1
-            else:
-                high = middle
-        number[block] = np.uint32(low - first)
-        first = low
-
-
-@loop
-def check_u16(stream, count, blocks, length):
-    """Return whether a stream has counts and offsets such as `encode_u16` writes."""
-    number, offset = at(stream, _U32), at(stream + 4 * blocks, _U16)
-    first, last, falls = np.int64(0), np.int64(-1), 0
-    for block in range(blocks):
-        stop = first + np.int64(number[block])
-        if stop > count:
-            return False
-        for i in range(first + 1, stop):
-            falls += offset[i] <= offset[i - 1]
-        if stop > first:
-            last = (np.int64(block) << 16) + np.int64(offset[stop - 1])
-        first = stop
-    return first == count and falls == 0 and last < length
-
-
-@loop
-def decode_u16(stream, count, blocks, positions):
-    """Write the positions that `encode_u16` was given; the stream has been checked."""
-    position, number, offset = at(positions, _I32), at(stream, _U32), at(stream + 4 * blocks, _U16)
-    first = np.int64(0)
-    for block in range(blocks):
-        stop, base = first + np.int64(number[block]), np.int32(block << 16)
-        for i in range(first, stop):
-            position[i] = base | np.int32(offset[i])
-        first = stop
-
-
-@loop
-def sorted_below(counter, positions, count, length):
-    """Return whether positions (of the type of `counter`) strictly increase within [0, length)."""
-    position = at(positions, counter)
-    falls = 0
-    for i in range(1, count):
-        falls += position[i] <= position[i - 1]
-    return falls == 0 and (count == 0 or (position[0] >= 0 and position[count - 1] < length))
-
-
-@part
+@inline
 def mix(bits):
+    """Return a hash of 64 bits, as murmur3 ends."""
     bits = (bits ^ (bits >> _SHIFT)) * _SECOND
     bits = (bits ^ (bits >> _SHIFT)) * _THIRD
     return bits ^ (bits >> _SHIFT)

@@ -1,151 +1,60 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loops of the codecs, over CPU memory; `kernels.cpu_codecs` is their face, docs/protocol.md says
-what the streams mean.
+"""The numba loops of the value codecs, over CPU memory; `value_codecs.py` is their face, docs/protocol.md
+says what the streams mean.
 
-A mispredicted branch costs more than the arithmetic, so no loop branches on the data of single elements:
-    elements are looked at 64 at a time, and what they are is a word of 64 bits; the loops then walk the bits
-    that are set. Positions and distances are int32 for every width of element, so these loops are compiled
-    once; only those that touch elements come in one form per width.
-
-Encoders trust their arguments, except that no position makes `set_bits` write outside its words. Decoders
-trust sizes and counts, which the caller has compared with what is there, and no byte of a stream.
+As in `index_codec_loops.py`, no loop branches on the data of single elements, and decoders trust no byte of a
+stream. Distances are int32 for every width of element, so these loops are compiled once; only those that
+touch elements come in one form per width.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from dte_dist.kernels.compiled import loop
-from dte_dist.kernels.loops import element, find
-from dte_dist.kernels.memory import SOME, column, stack
-from dte_dist.kernels.memory import at as _at
-from dte_dist.kernels.memory import lowest as _lowest
-from dte_dist.kernels.memory import ones as _ones
-from dte_dist.kernels.planes import CLASSES, MOST_LOW, bitmap_bytes, ef_size, low_size, padded
+from dte_dist.kernels.cpu.index_codec_loops import best_low
+from dte_dist.kernels.cpu.intrinsics import (
+    SOME,
+    at_distance,
+    at_least,
+    bit_length,
+    count_trailing_zeros,
+    distance_between,
+    plane_of,
+    pointer,
+    popcount,
+    scratch,
+    signed_magnitudes,
+    table_column,
+)
+from dte_dist.kernels.cpu.jit import loop
+from dte_dist.kernels.cpu.scan_loops import element, find_tensor
+from dte_dist.kernels.sizes import CLASSES, bitmap_nbytes, low_size, padded
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
-from dte_dist.kernels.vector import add_planes as _add_planes
-from dte_dist.kernels.vector import at_distance
-from dte_dist.kernels.vector import at_least as _at_least
-from dte_dist.kernels.vector import bit_length as _bit_length
-from dte_dist.kernels.vector import distance as _distance
-from dte_dist.kernels.vector import plane as _plane
-from dte_dist.kernels.vector import to_distances as _to_distances
+
+__all__ = [
+    "choose_planes",
+    "count_ulp8",
+    "decode_far",
+    "decode_ulp8",
+    "encode_far",
+    "encode_ulp8",
+    "find_far",
+    "measure",
+    "scatter_values",
+    "to_distances",
+    "to_magnitudes",
+    "ulp_deltas",
+]
 
 _U8, _I32, _I64, _U64 = np.uint8(0), np.int32(0), np.int64(0), np.uint64(0)
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
 @loop
-def best_low(count, length):
-    """Return the number of low bits that makes `ef_size` smallest, the least of several; and that size."""
-    best, least = 0, np.int64(1) << 62
-    for low in range(MOST_LOW + 1):
-        size = ef_size(count, length, low)
-        if size < least:
-            best, least = low, size
-    return best, least
-
-
-@loop
-def set_bits(positions, count, low, step, size, stream):
-    """Set bit (position >> low) + step * i for each position i.
-
-    Return False if they leave the words or go back by more than one.
-    """
-    position, word = _at(positions, _I32), _at(stream, _U64)
-    for at in range(size >> 3):
-        word[at] = _ZERO
-    here, filled = 0, _ZERO
-    for i in range(count):
-        bit = np.int64(position[i] >> low) + step * i
-        if bit >> 6 != here:
-            if not here <= bit >> 6 < size >> 3:
-                return False
-            word[here] = filled
-            here, filled = bit >> 6, _ZERO
-        filled |= _ONE << np.uint64(bit & 63)
-    if count:
-        word[here] = filled
-    return True
-
-
-@loop
-def get_bits(stream, size, count, low, step, most, positions):
-    """Write b << low with b = bit - step * i for each bit i that is set.
-
-    Return False if there are not `count`, or a b is above `most`.
-    """
-    position, word = _at(positions, _I32), _at(stream, _U64)
-    total = 0
-    for at in range(size >> 3):
-        total += _ones(word[at])
-    if total != count:
-        return False
-    i, last = np.int64(0), np.int64(0)
-    for at in range(size >> 3):
-        left = word[at]
-        base = at << 6
-        while left != _ZERO:
-            last = base + _lowest(left) - step * i
-            position[i] = np.int32(last << low)
-            left &= left - _ONE
-            i += 1
-    return last <= most
-
-
-@loop
-def split_low(values, count, low, stream):
-    """Write the `low` lowest bits of int32 values: whole bytes as streams of bytes, then a plane of words for
-    each further bit.
-    """
-    value, whole = _at(values, _I32), count & -64
-    for byte in range(low >> 3):
-        out = _at(stream + byte * padded(count), _U8)
-        for i in range(count):
-            out[i] = np.uint8((value[i] >> (8 * byte)) & 0xFF)
-        for i in range(count, padded(count)):
-            out[i] = _U8
-    planes, size = stream + (low >> 3) * padded(count), bitmap_bytes(count)
-    for plane in range(low & 7):
-        word, bit = _at(planes + plane * size, _U64), (low & -8) + plane
-        for block in range(whole >> 6):
-            word[block] = _plane(values + 256 * block, bit)
-        if whole < count:
-            last = _ZERO
-            for i in range(whole, count):
-                last |= np.uint64((value[i] >> bit) & 1) << np.uint64(i & 63)
-            word[whole >> 6] = last
-
-
-@loop
-def join_low(stream, count, low, values):
-    """OR what `split_low` wrote into int32 values, which have room for a multiple of 64."""
-    value = _at(values, _I32)
-    for byte in range(low >> 3):
-        part = _at(stream + byte * padded(count), _U8)
-        for i in range(count):
-            value[i] |= np.int32(part[i]) << np.int32(8 * byte)
-    planes, size, most = stream + (low >> 3) * padded(count), bitmap_bytes(count), low & 7
-    if most:
-        for block in range((count + 63) >> 6):
-            at = planes + 8 * block
-            word = (
-                _at(at, _U64)[0],
-                _at(at + size, _U64)[0] if most > 1 else _ZERO,
-                _at(at + 2 * size, _U64)[0] if most > 2 else _ZERO,
-                _at(at + 3 * size, _U64)[0] if most > 3 else _ZERO,
-                _at(at + 4 * size, _U64)[0] if most > 4 else _ZERO,
-                _at(at + 5 * size, _U64)[0] if most > 5 else _ZERO,
-                _at(at + 6 * size, _U64)[0] if most > 6 else _ZERO,
-            )
-            _add_planes(values + 256 * block, np.int64(low & -8), word)
-
-
-@loop
 def _bits_of(distance):
     """Return the bits of |distance| - 1 modulo 2^32."""
-    return _bit_length(np.uint32(abs(np.int64(distance)) - 1))
+    return bit_length(np.uint32(abs(np.int64(distance)) - 1))
 
 
 @loop
@@ -155,7 +64,7 @@ def measure(distances, count, classes):
     There is room for four times as many more, since an increment has to wait for the last one of the same
     number.
     """
-    distance, number, whole = _at(distances, _I32), _at(classes, _I64), count & -4
+    distance, number, whole = pointer(distances, _I32), pointer(classes, _I64), count & -4
     for i in range(5 * CLASSES):
         number[i] = 0
     for i in range(0, whole, 4):
@@ -172,7 +81,7 @@ def measure(distances, count, classes):
 @loop
 def count_ulp8(distances, count):
     """Return how many int32 distances do not fit a byte but -128."""
-    distance, others = _at(distances, _I32), np.int64(0)
+    distance, others = pointer(distances, _I32), np.int64(0)
     for i in range(count):
         others += np.uint32(distance[i] + 127) > np.uint32(254)
     return others
@@ -184,20 +93,22 @@ def choose_planes(classes, count, width, plan):
 
     Write into int64[5] the fields of `Planes`. The least shift of several that are equally good is taken.
     """
-    number, chosen, most = _at(classes, _I64), _at(plan, _I64), 8 * width
+    number, chosen, most = pointer(classes, _I64), pointer(plan, _I64), 8 * width
     chosen[4] = np.int64(1) << 62
     for shift in range(most):
         far = unary = np.int64(0)
         for bits in range(shift + 1, CLASSES):
             far += number[bits]
             unary += number[bits] * (min(bits, most) - shift)
-        rest = bitmap_bytes(count) + low_size(count, shift) + bitmap_bytes(unary) + bitmap_bytes(unary - far)
+        rest = (
+            bitmap_nbytes(count) + low_size(count, shift) + bitmap_nbytes(unary) + bitmap_nbytes(unary - far)
+        )
         if rest >= chosen[4] or unary >> 32:
             continue
         low, places = best_low(far, count)
         spread = low + 1
-        if places >= bitmap_bytes(count):
-            spread, places = 0, bitmap_bytes(count)
+        if places >= bitmap_nbytes(count):
+            spread, places = 0, bitmap_nbytes(count)
         if rest + places < chosen[4]:
             chosen[0], chosen[1], chosen[2], chosen[3], chosen[4] = shift, spread, far, unary, rest + places
 
@@ -207,9 +118,9 @@ def to_magnitudes(distances, count, width, signs):
     """Write a plane of the signs of int32 distances, and turn them into m = |distance| - 1 modulo the range
     of elements of a width.
     """
-    distance, word, whole = _at(distances, _I32), _at(signs, _U64), count & -64
+    distance, word, whole = pointer(distances, _I32), pointer(signs, _U64), count & -64
     for block in range(whole >> 6):
-        word[block] = _plane(distances + 256 * block, np.int64(31))
+        word[block] = plane_of(distances + 256 * block, np.int64(31))
     if whole < count:
         last = _ZERO
         for i in range(whole, count):
@@ -223,18 +134,23 @@ def to_magnitudes(distances, count, width, signs):
 @loop
 def find_far(magnitudes, count, bound, plane, far):
     """Write a plane of which magnitudes are at least `bound`, and the positions of these."""
-    magnitude, word, place, whole = _at(magnitudes, _I32), _at(plane, _U64), _at(far, _I32), count & -64
+    magnitude, word, place, whole = (
+        pointer(magnitudes, _I32),
+        pointer(plane, _U64),
+        pointer(far, _I32),
+        count & -64,
+    )
     found = np.int64(0)
     for block in range((count + 63) >> 6):
         left = _ZERO
         if 64 * block < whole:
-            left = _at_least(magnitudes + 256 * block, bound)
+            left = at_least(magnitudes + 256 * block, bound)
         else:
             for i in range(whole, count):
                 left |= np.uint64(np.uint32(magnitude[i]) >= np.uint32(bound)) << np.uint64(i & 63)
         word[block] = left
         while left != _ZERO:
-            place[found] = np.int32(64 * block + _lowest(left))
+            place[found] = np.int32(64 * block + count_trailing_zeros(left))
             left &= left - _ONE
             found += 1
 
@@ -248,13 +164,18 @@ def encode_far(magnitudes, far, count, shift, unary, size, bits):
     is also written to the word behind that in which it begins, and a last part of no bits may begin behind
     them.
     """
-    magnitude, place, word, low = _at(magnitudes, _I32), _at(far, _I32), _at(unary, _U64), _at(bits, _U64)
+    magnitude, place, word, low = (
+        pointer(magnitudes, _I32),
+        pointer(far, _I32),
+        pointer(unary, _U64),
+        pointer(bits, _U64),
+    )
     for at in range(size >> 3):
         word[at] = _ZERO
     last, done = np.int64(-1), np.int64(0)
     for i in range(count):
         high = np.uint32(magnitude[place[i]]) >> np.uint32(shift)
-        more = _bit_length(high) - 1
+        more = bit_length(high) - 1
         last += more + 1
         word[last >> 6] |= _ONE << np.uint64(last & 63)
         rest, within = np.uint64(high) ^ (_ONE << np.uint64(more)), np.uint64(done & 63)
@@ -266,9 +187,9 @@ def encode_far(magnitudes, far, count, shift, unary, size, bits):
 @loop
 def to_distances(magnitudes, count, signs):
     """Turn int32 magnitudes, which have room for a multiple of 64, into distances."""
-    word = _at(signs, _U64)
+    word = pointer(signs, _U64)
     for block in range((count + 63) >> 6):
-        _to_distances(magnitudes + 256 * block, word[block])
+        signed_magnitudes(magnitudes + 256 * block, word[block])
 
 
 @loop
@@ -279,15 +200,15 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
     Return False if there are not `count` parts in exactly so many bits, or one has more than `most`;
     distances are of no use then.
     """
-    distance, sign, place = _at(distances, _I32), _at(signs, _U64), _at(far, _I32)
-    word, end, total = _at(unary, _U64), bitmap_bytes(size) >> 3, 0
+    distance, sign, place = pointer(distances, _I32), pointer(signs, _U64), pointer(far, _I32)
+    word, end, total = pointer(unary, _U64), bitmap_nbytes(size) >> 3, 0
     for at in range(end):
-        total += _ones(word[at])
+        total += popcount(word[at])
     if total != count or (size and word[end - 1] >> np.uint64((size - 1) & 63) != _ONE):
         return False
-    low = _at(bits if size > count else unary, _U64)
+    low = pointer(bits if size > count else unary, _U64)
     last_word, i, last, longest = (
-        max((bitmap_bytes(size - count) >> 3) - 1, 0),
+        max((bitmap_nbytes(size - count) >> 3) - 1, 0),
         np.int64(0),
         np.int64(-1),
         np.int64(0),
@@ -295,7 +216,7 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
     for block in range(end):
         left = word[block]
         while left != _ZERO:
-            bit = (block << 6) + _lowest(left)
+            bit = (block << 6) + count_trailing_zeros(left)
             left &= left - _ONE
             done, more, at = last + 1 - i, bit - last - 1, place[i]
             longest, last, i = max(longest, more), bit, i + 1
@@ -316,7 +237,11 @@ def encode_ulp8(distances, count, width, stream):
     """Write an int8 for each int32 distance, -128 for those that do not fit, which follow in `width` bytes
     each.
     """
-    distance, near, escape = _at(distances, _I32), _at(stream, _U8), _at(stream + padded(count), _U8)
+    distance, near, escape = (
+        pointer(distances, _I32),
+        pointer(stream, _U8),
+        pointer(stream + padded(count), _U8),
+    )
     for i in range(count):
         near[i] = np.uint8((distance[i] if np.uint32(distance[i] + 127) <= np.uint32(254) else -128) & 0xFF)
     for i in range(count, padded(count)):
@@ -332,7 +257,11 @@ def encode_ulp8(distances, count, width, stream):
 @loop
 def decode_ulp8(stream, count, width, escapes, distances):
     """Read int32 distances. Return False if there are not `escapes` that follow."""
-    distance, near, escape = _at(distances, _I32), _at(stream, _U8), _at(stream + padded(count), _U8)
+    distance, near, escape = (
+        pointer(distances, _I32),
+        pointer(stream, _U8),
+        pointer(stream + padded(count), _U8),
+    )
     escaped = 0
     for i in range(count):
         escaped += near[i] == 128
@@ -352,11 +281,11 @@ def decode_ulp8(stream, count, width, escapes, distances):
 
 
 @loop
-def distances(sample, old, new, count, out):
+def ulp_deltas(sample, old, new, count, out):
     """Write how far each bit pattern is from an old one, in the order, as int32."""
-    before, after, distance = _at(old, sample), _at(new, sample), _at(out, _I32)
+    before, after, distance = pointer(old, sample), pointer(new, sample), pointer(out, _I32)
     for i in range(count):
-        distance[i] = _distance(after[i], before[i])
+        distance[i] = distance_between(after[i], before[i])
 
 
 @loop
@@ -369,18 +298,22 @@ def scatter_values(sample, width, table, positions, values, count, relative, tou
     Return how many positions were seen to: if one is out of range fewer than `count`, a multiple of SOME that
         ends before it.
     """
-    position, value, mark = _at(positions, _I64), _at(values, sample), _at(touched, _U8)
-    starts, addresses, kinds = column(table, STARTS), column(table, ADDRESSES), column(table, KINDS)
-    there, some = _at(stack(), _I64), _at(stack() + 8 * SOME, sample)
+    position, value, mark = pointer(positions, _I64), pointer(values, sample), pointer(touched, _U8)
+    starts, addresses, kinds = (
+        table_column(table, STARTS),
+        table_column(table, ADDRESSES),
+        table_column(table, KINDS),
+    )
+    there, some = pointer(scratch(), _I64), pointer(scratch() + 8 * SOME, sample)
     index = low = high = live = np.int64(0)
     for begin in range(0, count, SOME):
         end = min(begin + SOME, count)
         for i in range(begin, end):
             at = position[i]
             if at < low or at >= high:
-                if at < 0 or at >= starts[_at(table, _I64)[COUNT]]:
+                if at < 0 or at >= starts[pointer(table, _I64)[COUNT]]:
                     return begin
-                index = find(table, index, at)
+                index = find_tensor(table, index, at)
                 low, high, live = starts[index], starts[index + 1], addresses[index]
                 mark[index] = 1
             there[i - begin] = (
@@ -388,9 +321,9 @@ def scatter_values(sample, width, table, positions, values, count, relative, tou
             )
         if relative:
             for i in range(end - begin):  # nothing else here: then many loads are on their way at once
-                some[i] = _at(there[i], sample)[0]
+                some[i] = pointer(there[i], sample)[0]
         for i in range(end - begin):
             some[i] = at_distance(some[i], value[begin + i]) if relative else value[begin + i]
         for i in range(end - begin):
-            _at(out + (begin + i) * width if out else there[i], sample)[0] = some[i]
+            pointer(out + (begin + i) * width if out else there[i], sample)[0] = some[i]
     return count

@@ -1,5 +1,5 @@
-"""Kernels for CPU tensors: arguments are checked here, the work is done by the numba loops of
-`kernels.loops`.
+"""Kernels for CPU tensors that go over live tensors: arguments are checked here, the work is done by the
+numba loops of `scan_loops.py`.
 
 The loops know memory only by address. A tensor that torch must cast first (`flat.cast`) stands in the table
 as a copy, made window by window. Large work is split over threads, each with a part of the range or of the
@@ -9,35 +9,30 @@ positions; what is written does not depend on how many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import BITS, Flat, loops
-from dte_dist.kernels import cpu_arrays as arrays
-from dte_dist.kernels.cpu_arrays import SAMPLES, address
+from dte_dist.kernels.cpu import arguments as arrays
+from dte_dist.kernels.cpu import index_codec_loops, scan_loops
+from dte_dist.kernels.cpu.arguments import SAMPLES, address
+from dte_dist.kernels.cpu.threads import parallel_for
+from dte_dist.kernels.interface import BITS, Flat
 from dte_dist.kernels.table import Table
-from dte_dist.kernels.threads import split
 
 __all__ = [
     "advance",
-    "borders",
-    "check_u16",
     "checksum",
-    "decode_u16",
-    "encode_u16",
-    "gather",
-    "put",
+    "gather_1d",
+    "precompile",
     "read",
     "scatter",
-    "sorted_below",
-    "warm",
+    "scatter_1d",
+    "searchsorted",
+    "strictly_increasing",
     "write",
 ]
-
-_BLOCK: Final = 1 << 16
 
 
 def advance(  # noqa: PLR0917
@@ -71,17 +66,17 @@ def advance(  # noqa: PLR0917
 
     def part(low: int, high: int) -> tuple[int, int]:
         where = (then + width * low, to + 4 * low, before + width * low, after + width * low)
-        count = loops.advance(sample, width, table.address, begin + low, begin + high, *where)
+        count = scan_loops.advance(sample, width, table.address, begin + low, begin + high, *where)
         if low and count < high - low:  # else no position was written
             positions[low : low + count] += low
         return low, count
 
-    parts = split(part, length, least=arrays.STREAM // width)
+    parts = parallel_for(part, length, least=arrays.STREAM // width)
     if len(parts) > 1 and sum(count for _, count in parts) < length:
         for (low, count), high in zip(parts, [*(low for low, _ in parts[1:]), length], strict=True):
             if count == high - low:
                 torch.arange(low, high, out=positions[low:high])
-    return arrays.join(parts, (to, 4), (before, width), (after, width))
+    return arrays.compact(parts, (to, 4), (before, width), (after, width))
 
 
 def read(flat: Flat, begin: int, out: Tensor) -> None:
@@ -105,11 +100,11 @@ def _copy(flat: Flat, table: Table, begin: int, bits: Tensor, inward: bool) -> n
     buffer, sample, marks = address(bits, width=width), SAMPLES[BITS[width]], touched.ctypes.data
 
     def part(low: int, high: int) -> None:
-        loops.copy(
+        scan_loops.copy(
             sample, width, table.address, begin + low, begin + high, buffer + width * low, inward, marks
         )
 
-    split(part, bits.numel(), least=arrays.STREAM // width)
+    parallel_for(part, bits.numel(), least=arrays.STREAM // width)
     return np.flatnonzero(touched)
 
 
@@ -135,36 +130,36 @@ def scatter(flat: Flat, positions: Tensor, bits: Tensor) -> None:
 
     def part(low: int, high: int) -> int:
         where = (at + size * low, wide, new + width * low)
-        return low + loops.scatter(sample, width, table.address, *where, high - low, marks) - high
+        return low + scan_loops.scatter(sample, width, table.address, *where, high - low, marks) - high
 
-    missing = split(part, count, least=arrays.RANDOM)
+    missing = parallel_for(part, count, least=arrays.RANDOM)
     arrays.bump(flat, np.flatnonzero(touched))
     arrays.check_all(missing, positions, len(flat))
 
 
-def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
+def scatter_1d(array: Tensor, positions: Tensor, bits: Tensor) -> None:
     """Write each bit pattern to its position (int32 or int64) in one array of the same dtype.
 
     Raises:
         IndexError: a position is outside the array; some of the others have been written.
     """
     count = positions.numel()
-    _visit(loops.put, array, positions, address(bits, count, array.dtype))
+    _visit(scan_loops.scatter_1d, array, positions, address(bits, count, array.dtype))
 
 
-def gather(array: Tensor, positions: Tensor) -> Tensor:
+def gather_1d(array: Tensor, positions: Tensor) -> Tensor:
     """Return the elements of an array at these positions (int32 or int64).
 
     Raises:
         IndexError: a position is outside the array.
     """
     out = array.new_empty(positions.numel())
-    _visit(loops.gather, array, positions, out.data_ptr())
+    _visit(scan_loops.gather_1d, array, positions, out.data_ptr())
     return out
 
 
 def _visit(loop: Callable[..., int], array: Tensor, positions: Tensor, bits: int) -> None:
-    """Run `put` or `gather` over positions of an array."""
+    """Run `scatter_1d` or `gather_1d` over positions of an array."""
     sample, wide, length, width = (
         SAMPLES[array.dtype],
         arrays.is_wide(positions),
@@ -178,14 +173,14 @@ def _visit(loop: Callable[..., int], array: Tensor, positions: Tensor, bits: int
             low + loop(sample, element, length, at + size * low, wide, bits + width * low, high - low) - high
         )
 
-    arrays.check_all(split(part, positions.numel(), least=arrays.RANDOM), positions, length)
+    arrays.check_all(parallel_for(part, positions.numel(), least=arrays.RANDOM), positions, length)
 
 
-def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
+def searchsorted(positions: Tensor, starts: Sequence[int]) -> list[int]:
     """Return how many of some ascending positions are below each of `starts`.
 
     Example:
-        >>> borders(torch.tensor([1, 4, 9], dtype=torch.int32), [0, 4, 10])
+        >>> searchsorted(torch.tensor([1, 4, 9], dtype=torch.int32), [0, 4, 10])
         [0, 1, 3]
     """
     array = positions.numpy()
@@ -193,45 +188,11 @@ def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
     return found
 
 
-def encode_u16(positions: Tensor, length: int) -> Tensor:
-    """Write sorted positions below `length` as uint8: a uint32 count per block of 65536, then a uint16 offset
-    each.
-
-    Example:
-        >>> encode_u16(torch.tensor([1, 65536], dtype=torch.int32), 70000).tolist()
-        [1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
-    """
-    count, blocks = positions.numel(), -(-length // _BLOCK)
-    stream = torch.empty(4 * blocks + 2 * count, dtype=torch.uint8, device="cpu")
-    loops.encode_u16(address(positions, dtype=torch.int32), count, blocks, stream.data_ptr())
-    return stream
-
-
-def check_u16(stream: Tensor, count: int, length: int) -> bool:
-    """Return whether the size of a stream, its counts and the order of its positions are such as `encode_u16`
-    writes; for any bytes.
-    """
-    blocks = -(-length // _BLOCK)
-    if stream.numel() != 4 * blocks + 2 * count:
-        return False
-    return loops.check_u16(address(stream, dtype=torch.uint8), count, blocks, length)
-
-
-def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bool:
-    """Read what `encode_u16` wrote into `positions` (int32[count]).
-
-    Returns:
-        What `check_u16` does; if that is False, nothing is read.
-    """
-    if not check_u16(stream, count, length):
-        return False
-    loops.decode_u16(stream.data_ptr(), count, -(-length // _BLOCK), address(positions, count, torch.int32))
-    return True
-
-
-def sorted_below(positions: Tensor, length: int) -> bool:
+def strictly_increasing(positions: Tensor, length: int) -> bool:
     """Return whether positions (int32 or int64) strictly increase within [0, length)."""
-    return loops.sorted_below(arrays.COUNTERS[positions.dtype], address(positions), positions.numel(), length)
+    return index_codec_loops.strictly_increasing(
+        arrays.COUNTERS[positions.dtype], address(positions), positions.numel(), length
+    )
 
 
 def checksum(frame: Tensor, skip: int = -1) -> int:
@@ -244,14 +205,18 @@ def checksum(frame: Tensor, skip: int = -1) -> int:
     at = address(frame, dtype=torch.uint8)
     total = (
         sum(
-            split(lambda low, high: int(loops.checksum(at, low, high, skip)), words, least=arrays.STREAM // 8)
+            parallel_for(
+                lambda low, high: int(scan_loops.checksum(at, low, high, skip)),
+                words,
+                least=arrays.STREAM // 8,
+            )
         )
         & (1 << 64) - 1
     )
     return total - (total >> 63 << 64)
 
 
-def warm(widths: Iterable[int]) -> None:
+def precompile(widths: Iterable[int]) -> None:
     """Compile every loop for these widths by running it on a few elements."""
     wanted = set(widths)
     for dtype in (dtype for dtype in SAMPLES if dtype.itemsize in wanted):
@@ -261,14 +226,13 @@ def warm(widths: Iterable[int]) -> None:
         )
         for counter in arrays.COUNTERS:
             positions = torch.arange(4, dtype=counter, device="cpu")
-            sorted_below(positions, 4)
+            strictly_increasing(positions, 4)
             scatter(flat, positions, bits)
-            put(bits, positions, gather(bits, positions))
+            scatter_1d(bits, positions, gather_1d(bits, positions))
         advance(flat, 0, 4, bits, torch.zeros(4, dtype=torch.int32, device="cpu"), bits.clone(), bits.clone())
         write(flat, 0, bits)
         read(flat, 0, bits)
     positions = torch.arange(4, dtype=torch.int32, device="cpu")
-    decode_u16(encode_u16(positions, 4), 4, 4, positions)
     checksum(torch.zeros(8, dtype=torch.uint8, device="cpu"))
-    arrays.join([(0, 1), (2, 1)], (positions.data_ptr(), 4))
+    arrays.compact([(0, 1), (2, 1)], (positions.data_ptr(), 4))
     arrays.rounds_as_torch()

@@ -13,7 +13,18 @@ import numpy as np
 from numba.extending import register_jitable
 from torch import Tensor
 
-__all__ = ["CLASSES", "MOST_LOW", "Classes", "Planes", "bitmap_bytes", "ef_size", "low_size", "padded"]
+__all__ = [
+    "CLASSES",
+    "MOST_LOW",
+    "Classes",
+    "Planes",
+    "best_low",
+    "bitmap_nbytes",
+    "choose_planes",
+    "ef_size",
+    "low_size",
+    "padded",
+]
 
 MOST_LOW: Final = 24
 """Most low bits of a position in a stream of Elias and Fano."""
@@ -64,7 +75,7 @@ def padded(size: int) -> int:
 
 
 @register_jitable
-def bitmap_bytes(count: int) -> int:
+def bitmap_nbytes(count: int) -> int:
     """Return the bytes of one bit for each of `count` elements, in whole words."""
     return ((count + 63) >> 6) << 3
 
@@ -72,7 +83,7 @@ def bitmap_bytes(count: int) -> int:
 @register_jitable
 def low_size(count: int, low: int) -> int:
     """Return the bytes of the `low` lowest bits of `count` integers: whole bytes first, then planes."""
-    return padded(count) * (low >> 3) + bitmap_bytes(count) * (low & 7)
+    return padded(count) * (low >> 3) + bitmap_nbytes(count) * (low & 7)
 
 
 @register_jitable
@@ -80,4 +91,28 @@ def ef_size(count: int, length: int, low: int) -> int:
     """Return the bytes of `count` positions below `length`, `low` bits of each as they are, the rest in
     unary.
     """
-    return low_size(count, low) + bitmap_bytes(count + ((length - 1) >> low))
+    return low_size(count, low) + bitmap_nbytes(count + ((length - 1) >> low))
+
+
+def best_low(count: int, length: int) -> tuple[int, int]:
+    """Return the number of low bits that makes the stream of `count` positions below `length` smallest, and
+    its bytes.
+
+    Example:
+        >>> best_low(10_000, 1 << 20)
+        (6, 10840)
+    """
+    from dte_dist.kernels.cpu import index_codec_loops  # it uses the formulas above
+
+    low, size = index_codec_loops.best_low(count, length)
+    return low, size
+
+
+def choose_planes(classes: Classes, width: int, zeros: int = 0) -> Planes:
+    """Choose how distances are written in the fewest bytes; `zeros` more distances are 0."""
+    from dte_dist.kernels.cpu import value_codec_loops
+
+    numbers, chosen = classes.numbers.copy(), np.empty(5, np.int64)
+    numbers[-1] += zeros
+    value_codec_loops.choose_planes(numbers.ctypes.data, classes.count + zeros, width, chosen.ctypes.data)
+    return Planes(*chosen.tolist())

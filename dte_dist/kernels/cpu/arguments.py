@@ -1,5 +1,4 @@
-"""CPU memory as the numba loops want it: what `kernels.cpu`, `kernels.cpu_remap` and `kernels.cpu_codecs`
-share.
+"""CPU memory as the numba loops want it: what `scan.py`, `index_map.py` and the codecs share.
 
 Arguments become addresses once they have been checked, dtypes become samples, and parts of work that threads
 have done are put together.
@@ -7,6 +6,7 @@ have done are put together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Final
 
@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import Flat, loops, torch_ops
+from dte_dist.kernels.cpu import scan_loops
+from dte_dist.kernels.interface import Flat
 from dte_dist.kernels.table import PLAIN, Table
+from dte_dist.kernels.torch.scan import gathered
 
 __all__ = [
     "COUNTERS",
@@ -28,10 +30,11 @@ __all__ = [
     "bump",
     "check_all",
     "check_range",
+    "compact",
     "is_wide",
-    "join",
     "readable",
     "rounds_as_torch",
+    "zeros",
 ]
 
 SAMPLES: Final = {
@@ -113,11 +116,11 @@ def readable(flat: Flat, begin: int, end: int) -> tuple[Table, Tensor | None]:
     if not mine.any():
         return table, None
     indices, low, high = indices[mine], low[mine], high[mine]
-    bits = torch_ops.gathered(flat, indices, low, high)
+    bits = gathered(flat, indices, low, high)
     return table.relocated(indices, bits.data_ptr() + flat.width * (np.cumsum(high - low) - high)), bits
 
 
-def join(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:
+def compact(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:
     """Move what several parts of a loop have written together, and return how many elements there are.
 
     Args:
@@ -128,7 +131,7 @@ def join(parts: list[tuple[int, int]], *arrays: tuple[int, int]) -> int:
     if len(parts) > 1:
         first, count = np.array(parts, np.int64).T.copy()
         for address, width in arrays:
-            loops.join(width, first.ctypes.data, count.ctypes.data, len(parts), address)
+            scan_loops.compact(width, first.ctypes.data, count.ctypes.data, len(parts), address)
     return sum(count for _, count in parts)
 
 
@@ -151,7 +154,7 @@ def rounds_as_torch() -> bool:
     )
     bits = (high[:, None] | torch.tensor(low, dtype=torch.int32, device="cpu")).view(-1)
     mine = torch.empty(len(bits), dtype=torch.int16, device="cpu")
-    loops.to_bf16(bits.data_ptr(), len(bits), mine.data_ptr())
+    scan_loops.to_bf16(bits.data_ptr(), len(bits), mine.data_ptr())
     return torch.equal(mine, bits.view(torch.float32).to(torch.bfloat16).view(torch.int16))
 
 
@@ -176,3 +179,8 @@ class OneTensor:
 
     def spans(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return np.zeros(1, np.int64), np.array([begin]), np.array([end])
+
+
+def zeros(widths: Iterable[int]) -> list[Tensor]:
+    wanted = set(widths)
+    return [torch.zeros(3, dtype=dtype, device="cpu") for dtype in SAMPLES if dtype.itemsize in wanted]

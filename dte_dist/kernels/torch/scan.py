@@ -1,5 +1,5 @@
-"""Kernels in plain torch ops, for tensors of any device; the functions are those of `kernels.cpu`, which
-documents them.
+"""Kernels in plain torch ops that go over live tensors, for tensors of any device; `interface.Kernels` says
+what they do.
 
 On an accelerator the host must not wait for the device more than it has to. So truth values and checksums
 stay on the device as tensors of no dimension, and nothing here depends on what is in the data, except how
@@ -18,22 +18,20 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from dte_dist.kernels import BITS, Flat
+from dte_dist.kernels.interface import BITS, Flat
 
 __all__ = [
     "advance",
-    "borders",
-    "check_u16",
     "checksum",
     "coordinates",
-    "decode_u16",
-    "encode_u16",
-    "gather",
+    "gather_1d",
     "gathered",
-    "put",
+    "mixed",
     "read",
     "scatter",
-    "sorted_below",
+    "scatter_1d",
+    "searchsorted",
+    "strictly_increasing",
     "write",
 ]
 
@@ -52,7 +50,6 @@ _USUAL: Final = {
 }
 """Dtypes that any device can copy and join; others are taken for integers."""
 
-_BLOCK_BITS: Final = 16
 _SMALL: Final = (
     1 << 16
 )  # elements of a tensor: launching work for it alone takes longer than copying it there and back
@@ -133,7 +130,7 @@ def _by_tensor(flat: Flat, positions: Tensor) -> tuple[Tensor, np.ndarray, Tenso
     return positions, bounds, order
 
 
-def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
+def scatter_1d(array: Tensor, positions: Tensor, bits: Tensor) -> None:
     """Write each bit pattern to its position in one contiguous array; a position outside it is an error of
     the device.
     """
@@ -141,12 +138,12 @@ def put(array: Tensor, positions: Tensor, bits: Tensor) -> None:
         array.index_copy_(0, positions.to(torch.int64), bits)
 
 
-def gather(array: Tensor, positions: Tensor) -> Tensor:
+def gather_1d(array: Tensor, positions: Tensor) -> Tensor:
     """Return the elements of an array at these positions; a position outside it is an error of the device."""
     return array.index_select(0, positions)
 
 
-def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
+def searchsorted(positions: Tensor, starts: Sequence[int]) -> list[int]:
     """Return how many of some ascending positions are below each of `starts`. Waits once."""
     found: list[int] = torch.searchsorted(
         positions, torch.tensor(starts, dtype=positions.dtype, device=positions.device)
@@ -154,50 +151,7 @@ def borders(positions: Tensor, starts: Sequence[int]) -> list[int]:
     return found
 
 
-def encode_u16(positions: Tensor, length: int) -> Tensor:
-    """Write sorted positions below `length` as uint8: a uint32 count per block of 65536, then a uint16 offset
-    each.
-    """
-    blocks = _blocks(length)
-    # The end of the last block may be 2^31, which int32 cannot hold; `length` serves as well.
-    borders = (
-        (torch.arange(1, blocks + 1, device=positions.device) << _BLOCK_BITS)
-        .clamp_(max=length)
-        .to(torch.int32)
-    )
-    ends = torch.searchsorted(positions, borders, out_int32=True)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    offsets = (positions & 0xFFFF).to(torch.int16)  # few ops know uint16 on an accelerator
-    return torch.cat([counts.view(torch.uint8), offsets.view(torch.uint8)])
-
-
-def decode_u16(stream: Tensor, count: int, length: int, positions: Tensor) -> bool | Tensor:
-    """Read what `encode_u16` wrote into `positions`.
-
-    Return whether the stream is sound; safe for any bytes.
-    """
-    blocks = _blocks(length)
-    if stream.numel() != 4 * blocks + 2 * count:
-        return False
-    counts, offsets = stream[: 4 * blocks].view(torch.int32), stream[4 * blocks :].view(torch.int16)
-    ends = counts.cumsum(0, dtype=torch.int64)
-    sound = (counts >= 0).all() & (counts.sum() == count)
-    if not count:
-        return sound
-    # Unsound counts give block numbers that are wrong but in range.
-    block = torch.searchsorted(ends, torch.arange(count, device=stream.device), right=True).clamp_(
-        0, blocks - 1
-    )
-    positions.copy_((block << _BLOCK_BITS) | (offsets.to(torch.int64) & 0xFFFF))
-    return sound & sorted_below(positions, length)
-
-
-def check_u16(stream: Tensor, count: int, length: int) -> bool | Tensor:
-    """Return whether a stream is such as `encode_u16` writes; safe for any bytes."""
-    return decode_u16(stream, count, length, torch.empty(count, dtype=torch.int32, device=stream.device))
-
-
-def sorted_below(positions: Tensor, length: int) -> Tensor:
+def strictly_increasing(positions: Tensor, length: int) -> Tensor:
     """Return whether positions strictly increase within [0, length)."""
     if not positions.numel():
         return torch.ones((), dtype=torch.bool, device=positions.device)
@@ -406,10 +360,6 @@ def _batches(places: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
         if len(places)
         else []
     )
-
-
-def _blocks(length: int) -> int:
-    return -(-length >> _BLOCK_BITS)
 
 
 def _fold(words: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
-"""The numba loops of the index codec `again`, over CPU memory; `kernels.cpu_codecs` is their face.
+"""The numba loops of the index codec `again`, over CPU memory; `index_codecs.py` is their face.
 
 Two ascending lists of int32 positions are walked together. The next position cannot be predicted, so nothing
 branches on it: every step moves either place or both by what a comparison says, and writes where the next
@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.kernels.compiled import loop, part
-from dte_dist.kernels.loops import until
-from dte_dist.kernels.memory import at as _at
-from dte_dist.kernels.memory import lowest as _lowest
-from dte_dist.kernels.memory import ones as _ones
+from dte_dist.kernels.cpu.index_codec_loops import lower_bound
+from dte_dist.kernels.cpu.intrinsics import count_trailing_zeros, pointer, popcount
+from dte_dist.kernels.cpu.jit import inline, loop
+
+__all__ = ["count_again", "join_again", "split_again"]
 
 _I32, _U64 = np.int32(0), np.uint64(0)
 _ZERO, _ONE = np.uint64(0), np.uint64(1)
@@ -27,12 +27,12 @@ _BELOW: Final = np.int32(-1)
 _VALID: Final = np.int32(0x3FFFFFFF)
 
 
-@part
+@inline
 def _step(old, new, i, j, found, filled, plane, fresh):
     """Look at one previous and one present position; return where to go on, and the bits of the word that is
     being filled.
     """
-    word, out = _at(plane, _U64), _at(fresh, _I32)
+    word, out = pointer(plane, _U64), pointer(fresh, _I32)
     filled |= np.uint64(old == new) << np.uint64(i & 63)
     word[i >> 6] = filled
     out[found] = new
@@ -49,9 +49,9 @@ def split_again(previous, size, positions, count, plane, fresh):
     These are written to `fresh`, which has room for `count`. One walk begins in the middle, at the start of a
     word.
     """
-    before, now, out = _at(previous, _I32), _at(positions, _I32), _at(fresh, _I32)
+    before, now, out = pointer(previous, _I32), pointer(positions, _I32), pointer(fresh, _I32)
     half = (np.int64(size) >> 1) & -64
-    middle = until(positions, np.int64(0), count, before[half]) if half and count else np.int64(0)
+    middle = lower_bound(positions, np.int64(0), count, before[half]) if half and count else np.int64(0)
     i = j = found = np.int64(0)
     i2, j2, found2 = half, middle, middle
     filled = filled2 = _ZERO
@@ -76,16 +76,16 @@ def split_again(previous, size, positions, count, plane, fresh):
 @loop
 def count_again(plane, size):
     """Return how many bits of a plane are set; -1 if one is beyond the first `size`."""
-    word, total = _at(plane, _U64), np.int64(0)
+    word, total = pointer(plane, _U64), np.int64(0)
     for i in range((size + 63) >> 6):
-        total += _ones(word[i])
+        total += popcount(word[i])
     return np.int64(-1) if size & 63 and word[size >> 6] >> np.uint64(size & 63) else total
 
 
-@part
+@inline
 def _gather(previous, size, plane, again):
     """Write the previous positions whose bit is set, and any one after them."""
-    before, word, out = _at(previous, _I32), _at(plane, _U64), _at(again, _I32)
+    before, word, out = pointer(previous, _I32), pointer(plane, _U64), pointer(again, _I32)
     i, whole = np.int64(0), size >> 6
     for block in range(whole):
         bits = word[block]
@@ -94,7 +94,7 @@ def _gather(previous, size, plane, again):
             i += np.int64((bits >> np.uint64(bit)) & _ONE)
     left = word[whole] if size & 63 else _ZERO
     while left != _ZERO:
-        out[i] = before[64 * whole + _lowest(left)]
+        out[i] = before[64 * whole + count_trailing_zeros(left)]
         left &= left - _ONE
         i += 1
 
@@ -109,7 +109,12 @@ def join_again(previous, size, plane, fresh, extra, positions, count, room):
     others.
     """
     again, other = room + 4, room + 4 * (count - extra + 3)
-    first, second, new, out = _at(again, _I32), _at(other, _I32), _at(fresh, _I32), _at(positions, _I32)
+    first, second, new, out = (
+        pointer(again, _I32),
+        pointer(other, _I32),
+        pointer(fresh, _I32),
+        pointer(positions, _I32),
+    )
     _gather(previous, size, plane, again)
     for k in range(extra):
         second[k] = new[k] & _VALID

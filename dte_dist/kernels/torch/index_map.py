@@ -1,5 +1,7 @@
-"""The kernels of translation with plain torch ops, for tensors of any device; no host synchronisation but for
-a count.
+"""The kernels that need an index map with plain torch ops, for tensors of any device.
+
+`translate` waits for the device once, for a count; `gather_dense` once, `scatter_dense` and `patch` twice
+(three times if relative, and once more if positions do not ascend), `digest` and `gather_dense_flat` twice.
 
 Entries differ in their number of axes: the axes are gone through from the innermost outwards, and an entry
     that has none left sits out. The tables of an index map are copied to a device once.
@@ -14,13 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.kernels import Flat, Tables, torch_ops
+from dte_dist.kernels.interface import Flat, Tables
+from dte_dist.kernels.torch.index_codecs import decode_u16
+from dte_dist.kernels.torch.scan import mixed, scatter
+from dte_dist.kernels.torch.value_codecs import add_ulps, scatter_add
 
-__all__ = ["digest", "fetch", "place", "translate"]
+__all__ = ["digest", "gather_dense", "gather_dense_flat", "patch", "scatter_dense", "translate"]
 
 
 def translate(index_map: Tables, first: int, positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Translate positions of a source's flat space into a receiver's; see `kernels.cpu_remap.translate`."""
+    """Translate positions of a source's flat space into a receiver's."""
     tables = _tables(index_map, positions.device)
     at = positions.to(torch.int64) + first
     entry = torch.searchsorted(tables.end, at, right=True).clamp_(max=len(tables.end) - 1)
@@ -40,21 +45,51 @@ def translate(index_map: Tables, first: int, positions: Tensor, bits: Tensor) ->
     return target[kept], bits[kept]
 
 
-def place(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
-    """Copy dense bits to where a receiver's space holds them; see `kernels.cpu_remap.place`."""
+def scatter_dense(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+    """Copy dense bits to where a receiver's space holds them."""
     positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
-    torch_ops.scatter(flat, *translate(index_map, first, positions, bits))
+    scatter(flat, *translate(index_map, first, positions, bits))
 
 
-def fetch(index_map: Tables, first: int, bits: Tensor, array: Tensor) -> None:
-    """Copy to `bits` what an array holds of a source's positions; see `kernels.cpu_remap.fetch`."""
+def gather_dense(index_map: Tables, first: int, bits: Tensor, array: Tensor) -> None:
+    """Copy to `bits` what an array holds of a source's positions."""
     positions = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
     there, here = translate(index_map, first, positions, positions)
     bits[here.to(torch.int64)] = array[there]
 
 
+def gather_dense_flat(index_map: Tables, first: int, bits: Tensor, flat: Flat) -> None:
+    """Copy to `bits` what `flat`, a receiver's space, holds of a source's positions from `first` on."""
+    here = torch.arange(len(bits), dtype=torch.int32, device=bits.device)
+    there, which = translate(index_map, first, here, here)
+    bits[which.to(torch.int64)] = add_ulps(
+        flat, there, torch.zeros(len(there), dtype=bits.dtype, device=bits.device)
+    )
+
+
+def patch(
+    index_map: Tables,
+    first: int,
+    positions: Tensor,
+    values: Tensor,
+    flat: Flat,
+    *,
+    relative: bool,
+    length: int | None = None,
+) -> None:
+    """Write values to where `flat`, a receiver's space, holds them, or move what is there by them.
+
+    Waits as what it calls.
+    """
+    if length is not None:
+        stream, positions = positions, torch.empty(len(values), dtype=torch.int32, device=positions.device)
+        decode_u16(stream, len(values), length, positions)
+    where = translate(index_map, first, positions, values)
+    (scatter_add if relative else scatter)(flat, *where)
+
+
 def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums: np.ndarray) -> None:
-    """Add the hashes of dense bits to the digests of a receiver's pieces; see `kernels.cpu_remap.digest`.
+    """Add the hashes of dense bits to the digests of a receiver's pieces.
     Waits once more for the sums.
     """
     positions, kept = translate(
@@ -64,7 +99,7 @@ def digest(index_map: Tables, first: int, bits: Tensor, starts: np.ndarray, sums
     piece = torch.searchsorted(bounds, positions, right=True) - 1
     wide = kept.to(torch.int64)  # without the sign of narrower bits
     wide = wide if kept.element_size() == 8 else wide & ((1 << 8 * kept.element_size()) - 1)
-    hashes = torch_ops.mixed(positions - bounds[piece], wide)
+    hashes = mixed(positions - bounds[piece], wide)
     sums += (
         torch.zeros(len(sums), dtype=torch.int64, device=bits.device)
         .index_add_(0, piece, hashes)

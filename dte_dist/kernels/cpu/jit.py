@@ -1,8 +1,13 @@
-"""Compiling the CPU kernels before they are needed, or loading what was compiled.
+"""How the numba loops are compiled, cached on disk, and made ready before they are needed.
 
 Processes of one user on one machine that share a cache share the work: each takes a job that nobody else is
     at, and what others have compiled it loads from numba's cache on disk. So the ranks of one machine do on
     several cores what one alone would do on one.
+
+numba looks only at the file of a function that it has cached, but the compiled code holds that of all
+functions it calls, which are in other files too. After an update that left its own file alone it would go on
+with the old code of the others, and with what that takes for the layout of memory. So what is compared here
+instead is a hash of all files of loops.
 """
 
 from __future__ import annotations
@@ -13,21 +18,30 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Final
 
-from numba import config
+from numba import config, njit
 from numba.core import event
 
-__all__ = ["warm"]
+__all__ = ["inline", "loop", "precompile"]
 
 _log = logging.getLogger(__name__)
 
-_JOBS: Final = ("cpu_codecs.warm", "cpu_codecs.warm_patch", "cpu.warm", "cpu_remap.warm")
-"""Functions that take widths, the dearest first."""
+_OPTIONS: Final = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+_JOBS: Final = (
+    "value_codecs.precompile",
+    "index_map.precompile_patch",
+    "scan.precompile",
+    "index_map.precompile",
+    "index_codecs.precompile",
+)
+"""Functions of this folder that take widths, the dearest first."""
 
 _PATIENCE: Final = 60.0
 """Seconds after which a process takes jobs that others are at: to compile twice is better than to wait for
@@ -37,10 +51,46 @@ ever.
 _LOADING: Final = 2.0
 """Seconds after which another process that is at a job compiles, and does not just load."""
 
-_warm: set[int] = set()
+_ready: set[int] = set()
 
 
-def warm(widths: Iterable[int], say: Callable[[], None] | None = None) -> None:
+def loop(function: Callable[..., Any]) -> Any:
+    """Make a loop that Python calls; it is compiled when it is first called with arguments of some types.
+
+    Example:
+        >>> import inspect
+        >>> from dte_dist.kernels.cpu import scan_loops
+        >>> inspect.getsource(scan_loops.advance).splitlines()[0]
+        '@loop'
+    """
+    return _stamped(njit(**_OPTIONS, no_cfunc_wrapper=True)(function))
+
+
+def inline(function: Callable[..., Any]) -> Any:
+    """Make a part of loops, which Python does not call: there is a little less to compile."""
+    return _stamped(njit(**_OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
+
+
+def _stamped(compiled: Any) -> Any:
+    """Let the cache of a function depend on all loops; on its own file alone, should a numba to come keep its
+    stamp elsewhere.
+    """
+    index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(index, "_source_stamp"):
+        index._source_stamp = _stamp()
+    return compiled
+
+
+@cache
+def _stamp() -> str:
+    """Return a hash of all files whose code may be in a loop."""
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("*loops.py")), here / "intrinsics.py", here / "jit.py"]
+    files += [here.parent / name for name in ("sizes.py", "table.py")]
+    return blake2b(b"".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+def precompile(widths: Iterable[int], say: Callable[[], None] | None = None) -> None:
     """Compile the CPU kernels for elements of these widths (bytes: 1, 2, 4, 8), or load them from numba's
     cache on disk.
 
@@ -52,9 +102,9 @@ def warm(widths: Iterable[int], say: Callable[[], None] | None = None) -> None:
             one waits for.
 
     Example:
-        >>> warm([2, 4])
+        >>> precompile([2, 4])
     """
-    new = set(widths) - _warm
+    new = set(widths) - _ready
     left, begin = list(_JOBS) if new else [], time.monotonic()
     notice = _Notice(new, say)
     with event.install_listener("numba:compile", notice):
@@ -64,13 +114,13 @@ def warm(widths: Iterable[int], say: Callable[[], None] | None = None) -> None:
                 with _turn(job) as is_mine:
                     if is_mine or waited > _PATIENCE:
                         module, name = job.split(".")
-                        getattr(import_module(f"dte_dist.kernels.{module}"), name)(new)
+                        getattr(import_module(f"{__package__}.{module}"), name)(new)
                         left.remove(job)
             if left:
                 time.sleep(0.02)
                 if waited > _LOADING:
                     notice.give()
-    _warm.update(new)
+    _ready.update(new)
 
 
 class _Notice(event.Listener):

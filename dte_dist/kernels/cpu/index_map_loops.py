@@ -3,11 +3,11 @@
 """The numba loops that translate positions between flat spaces (see `plan.index_map` for the tables).
 
 Positions come sorted, so the entries are walked once. Which positions a receiver holds is as good as random,
-and a wrong guess costs
-more than the work: so every one is written, and the next is written over it if it was not to be kept.
+and a wrong guess costs more than the work: so every one is written, and the next is written over it if it was
+not to be kept.
 
-`remap` is the address of the addresses of an IndexMap's arrays, in their order, and of the number of entries.
-Nothing is compiled at import.
+`index_map` is the address of the addresses of an IndexMap's arrays, in their order, and of the number of
+entries. Nothing is compiled at import.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.kernels.codec_loops import scatter_values
-from dte_dist.kernels.compiled import loop, part
-from dte_dist.kernels.loops import copy, find, until
-from dte_dist.kernels.memory import SOME, at, column, high_product, move, stack
+from dte_dist.kernels.cpu.index_codec_loops import lower_bound, seek_u16, unpack_u16
+from dte_dist.kernels.cpu.intrinsics import (
+    SOME,
+    at_distance,
+    high_product,
+    move,
+    pointer,
+    scratch,
+    table_column,
+)
+from dte_dist.kernels.cpu.jit import inline, loop
+from dte_dist.kernels.cpu.scan_loops import find_tensor
+from dte_dist.kernels.cpu.value_codec_loops import scatter_values
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
-from dte_dist.kernels.vector import at_distance
 
 __all__ = [
     "AXES",
@@ -38,7 +46,6 @@ __all__ = [
     "STRIDE",
     "TARGET",
     "patch",
-    "place",
     "row_start",
     "translate",
 ]
@@ -47,21 +54,14 @@ BEGIN, END, SHIFT, ORIGIN, AXIS, AXES, EXTENT, STRIDE, SEGMENT, LOW, HIGH, TARGE
 """Places of an index map's arrays among their addresses, and of the number of entries."""
 
 _MOST_AXES: Final = 16
-_U8, _U16, _U32, _U64, _I32, _I64 = (
-    np.uint8(0),
-    np.uint16(0),
-    np.uint32(0),
-    np.uint64(0),
-    np.int32(0),
-    np.int64(0),
-)
+_U8, _U64, _I32, _I64 = np.uint8(0), np.uint64(0), np.int32(0), np.int64(0)
 _ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-@part
+@inline
 def _lookup(index_map, begin, end, coordinate):
     """Return the segment among [begin, end) that contains a coordinate, or -1."""
-    low, high = column(index_map, LOW), column(index_map, HIGH)
+    low, high = table_column(index_map, LOW), table_column(index_map, HIGH)
     while begin < end:
         middle = (begin + end) >> 1
         if coordinate < low[middle]:
@@ -73,15 +73,19 @@ def _lookup(index_map, begin, end, coordinate):
     return np.int64(-1)
 
 
-@part
+@inline
 def row_start(index_map, entry, row):
     """Return the receiver's position of the start of a row of an entry with axes, or -1 if the receiver has
     no such row.
     """
-    extent, stride, segment = column(index_map, EXTENT), column(index_map, STRIDE), column(index_map, SEGMENT)
-    low, target = column(index_map, LOW), column(index_map, TARGET)
-    outer, base = column(index_map, AXIS)[entry], column(index_map, SHIFT)[entry]
-    for a in range(outer + column(index_map, AXES)[entry] - 2, outer - 1, -1):
+    extent, stride, segment = (
+        table_column(index_map, EXTENT),
+        table_column(index_map, STRIDE),
+        table_column(index_map, SEGMENT),
+    )
+    low, target = table_column(index_map, LOW), table_column(index_map, TARGET)
+    outer, base = table_column(index_map, AXIS)[entry], table_column(index_map, SHIFT)[entry]
+    for a in range(outer + table_column(index_map, AXES)[entry] - 2, outer - 1, -1):
         coordinate = row
         if a > outer:
             row = coordinate // extent[a]
@@ -93,7 +97,7 @@ def row_start(index_map, entry, row):
     return base
 
 
-@part
+@inline
 def _measure(index_map, entry, parts):
     """Write down the axes of an entry for `_in_rectangle`. Return False if they are not of its kind.
 
@@ -102,19 +106,26 @@ def _measure(index_map, entry, parts):
         how many; elements per step in the receiver's block. Before them, the position in the receiver of
         coordinates that are all 0, which may be below 0.
     """
-    extent, stride, segment = column(index_map, EXTENT), column(index_map, STRIDE), column(index_map, SEGMENT)
+    extent, stride, segment = (
+        table_column(index_map, EXTENT),
+        table_column(index_map, STRIDE),
+        table_column(index_map, SEGMENT),
+    )
     low, high, target, number = (
-        column(index_map, LOW),
-        column(index_map, HIGH),
-        column(index_map, TARGET),
-        at(parts, _U64),
+        table_column(index_map, LOW),
+        table_column(index_map, HIGH),
+        table_column(index_map, TARGET),
+        pointer(parts, _U64),
     )
     first, axes, home = (
-        column(index_map, AXIS)[entry],
-        column(index_map, AXES)[entry],
-        column(index_map, SHIFT)[entry],
+        table_column(index_map, AXIS)[entry],
+        table_column(index_map, AXES)[entry],
+        table_column(index_map, SHIFT)[entry],
     )
-    if axes > _MOST_AXES or column(index_map, END)[entry] - column(index_map, ORIGIN)[entry] >= 1 << 32:
+    if (
+        axes > _MOST_AXES
+        or table_column(index_map, END)[entry] - table_column(index_map, ORIGIN)[entry] >= 1 << 32
+    ):
         return False
     for a in range(axes):
         this, here = first + axes - 1 - a, 5 * a + 1
@@ -129,13 +140,18 @@ def _measure(index_map, entry, parts):
     return True
 
 
-@part
+@inline
 def _in_plane(sample, parts, offset, positions, bits, count, out, kept):
     """Do what `_in_rectangle` does where there are two axes, as in most entries, with everything in
     registers.
     """
-    position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
-    number, found = at(parts, _U64), _I64
+    position, bit, into, keep = (
+        pointer(positions, _I32),
+        pointer(bits, sample),
+        pointer(out, _I64),
+        pointer(kept, sample),
+    )
+    number, found = pointer(parts, _U64), _I64
     home, scale, size, low, held = number[0], number[1], number[2], number[3], number[4]
     low_row, held_rows, step = number[8], number[9], number[10]
     for i in range(count):
@@ -148,7 +164,7 @@ def _in_plane(sample, parts, offset, positions, bits, count, out, kept):
     return found
 
 
-@part
+@inline
 def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept):
     """Translate positions of an entry that `_measure` accepted; they count from its origin less `offset`.
     Return how many are kept.
@@ -156,8 +172,13 @@ def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept
     Products with 2^64 / extent stand for divisions. A position outside a run wraps to a large number when its
     start is taken off.
     """
-    position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
-    number, found = at(parts, _U64), _I64
+    position, bit, into, keep = (
+        pointer(positions, _I32),
+        pointer(bits, sample),
+        pointer(out, _I64),
+        pointer(kept, sample),
+    )
+    number, found = pointer(parts, _U64), _I64
     for i in range(count):
         rest, to, held = np.uint64(position[i] + offset), number[0], True
         for a in range(1, 5 * axes, 5):
@@ -172,20 +193,29 @@ def _in_rectangle(sample, parts, axes, offset, positions, bits, count, out, kept
     return found
 
 
-@part
+@inline
 def _in_rows(sample, index_map, entry, offset, positions, bits, count, out, kept):
     """Translate positions of an entry with any runs along its axes, row by row. Return how many are kept."""
-    extent, segment = column(index_map, EXTENT), column(index_map, SEGMENT)
-    low, high, target = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET)
-    position, bit, into, keep = at(positions, _I32), at(bits, sample), at(out, _I64), at(kept, sample)
-    inner = column(index_map, AXIS)[entry] + column(index_map, AXES)[entry] - 1
+    extent, segment = table_column(index_map, EXTENT), table_column(index_map, SEGMENT)
+    low, high, target = (
+        table_column(index_map, LOW),
+        table_column(index_map, HIGH),
+        table_column(index_map, TARGET),
+    )
+    position, bit, into, keep = (
+        pointer(positions, _I32),
+        pointer(bits, sample),
+        pointer(out, _I64),
+        pointer(kept, sample),
+    )
+    inner = table_column(index_map, AXIS)[entry] + table_column(index_map, AXES)[entry] - 1
     length, last = extent[inner], segment[inner + 1] - 1
     found = i = _I64
     while i < count:
         row = (position[i] + offset) // length
         start = row * length - offset
         stop, base, k = (
-            until(positions, i, count, start + length),
+            lower_bound(positions, i, count, start + length),
             row_start(index_map, entry, row),
             segment[inner],
         )
@@ -201,31 +231,35 @@ def _in_rows(sample, index_map, entry, offset, positions, bits, count, out, kept
     return found
 
 
-@part
+@inline
 def _shift(sample, width, distance, positions, bits, count, out, kept):
     """Translate positions of an entry without axes, all of which are kept."""
-    position, into = at(positions, _I32), at(out, _I64)
+    position, into = pointer(positions, _I32), pointer(out, _I64)
     for i in range(count):
         into[i] = position[i] + distance
     move(kept, bits, count * width)
     return count
 
 
-@part
+@inline
 def _translate(sample, width, index_map, entry, first, positions, bits, count, out, kept):
     """Translate sorted int32 positions, counted from `first`, from entry `entry` on; keep the bits of those
     that have a home.
 
     Return how many were kept, and an entry from which later positions may go on.
     """
-    begin, end, shift = column(index_map, BEGIN), column(index_map, END), column(index_map, SHIFT)
-    origin, axes = column(index_map, ORIGIN), column(index_map, AXES)
-    found, i, entries, parts = _I64, _I64, at(index_map, _I64)[ENTRIES], stack()
+    begin, end, shift = (
+        table_column(index_map, BEGIN),
+        table_column(index_map, END),
+        table_column(index_map, SHIFT),
+    )
+    origin, axes = table_column(index_map, ORIGIN), table_column(index_map, AXES)
+    found, i, entries, parts = _I64, _I64, pointer(index_map, _I64)[ENTRIES], scratch()
     while i < count and entry < entries:
-        i = until(positions, i, count, begin[entry] - first)
+        i = lower_bound(positions, i, count, begin[entry] - first)
         if i == count:
             break
-        stop = until(positions, i, count, end[entry] - first)
+        stop = lower_bound(positions, i, count, end[entry] - first)
         here, old, to, new, offset = (
             positions + 4 * i,
             bits + width * i,
@@ -254,54 +288,18 @@ def translate(sample, width, index_map, entry, first, positions, bits, count, ou
     return _translate(sample, width, index_map, entry, first, positions, bits, count, out, kept)[0]
 
 
-@part
-def _seek(stream, blocks, place):
-    """Return in which block of a stream of codec u16 its position number `place` is, and how many there are
-    from it to the block's end.
-    """
-    number, block, ahead = at(stream, _U32), _I64, place
-    while block < blocks and ahead >= number[block]:
-        ahead -= np.int64(number[block])
-        block += 1
-    return block, np.int64(number[block]) - ahead if block < blocks else _I64
-
-
-@part
-def _unpack(stream, blocks, block, left, count, positions):
-    """Write `count` positions of a stream of codec u16 as int32, the next being `left` before the end of
-    block `block`.
-
-    Return the same of what follows.
-    """
-    number, position, done = at(stream, _U32), at(positions, _I32), _I64
-    for i in range(block + 1):
-        done += number[i]
-    offset = at(stream + 4 * blocks + 2 * (done - left), _U16)
-    done = _I64
-    while done < count:
-        while left == 0:
-            block += 1
-            left = np.int64(number[block])
-        stop, base = min(count, done + left), np.int32(block << 16)
-        for i in range(done, stop):
-            position[i] = base | np.int32(offset[i])
-        left -= stop - done
-        done = stop
-    return block, left
-
-
-@part
+@inline
 def _write_here(sample, width, live, positions, values, count, relative):
     """Write values to positions of one array, or move what is there by them."""
-    position, value, some = at(positions, _I32), at(values, sample), at(stack(), sample)
+    position, value, some = pointer(positions, _I32), pointer(values, sample), pointer(scratch(), sample)
     if relative:
         for i in range(count):  # nothing else here: then many loads are on their way at once
-            some[i] = at(live + width * position[i], sample)[0]
+            some[i] = pointer(live + width * position[i], sample)[0]
         for i in range(count):
             some[i] = at_distance(some[i], value[i])
         value = some
     for i in range(count):
-        at(live + width * position[i], sample)[0] = value[i]
+        pointer(live + width * position[i], sample)[0] = value[i]
 
 
 @loop
@@ -316,28 +314,33 @@ def patch(
     whether all positions were within the table.
     """
     starts, addresses, kinds, mark = (
-        column(table, STARTS),
-        column(table, ADDRESSES),
-        column(table, KINDS),
-        at(touched, _U8),
+        table_column(table, STARTS),
+        table_column(table, ADDRESSES),
+        table_column(table, KINDS),
+        pointer(touched, _U8),
     )
     begin, end, shift, axes = (
-        column(index_map, BEGIN),
-        column(index_map, END),
-        column(index_map, SHIFT),
-        column(index_map, AXES),
+        table_column(index_map, BEGIN),
+        table_column(index_map, END),
+        table_column(index_map, SHIFT),
+        table_column(index_map, AXES),
     )
-    homes, kept, unpacked, some = stack(), stack() + 8 * SOME, stack() + 16 * SOME, positions
-    entries, total, index, missing = at(index_map, _I64)[ENTRIES], starts[at(table, _I64)[COUNT]], _I64, _I64
-    block, left = _seek(positions, blocks, low)
+    homes, kept, unpacked, some = scratch(), scratch() + 8 * SOME, scratch() + 16 * SOME, positions
+    entries, total, index, missing = (
+        pointer(index_map, _I64)[ENTRIES],
+        starts[pointer(table, _I64)[COUNT]],
+        _I64,
+        _I64,
+    )
+    block, left = seek_u16(positions, blocks, low)
     for done in range(low, high, SOME):
         size, theirs = min(SOME, high - done), values + width * done
         if blocks:
-            block, left = _unpack(positions, blocks, block, left, size, unpacked)
+            block, left = unpack_u16(positions, blocks, block, left, size, unpacked)
             some = unpacked
         else:
             some = positions + 4 * done
-        least, most = first + at(some, _I32)[0], first + at(some, _I32)[size - 1]
+        least, most = first + pointer(some, _I32)[0], first + pointer(some, _I32)[size - 1]
         while entry < entries and end[entry] <= least:
             entry += 1
         if entry == entries:
@@ -350,7 +353,7 @@ def patch(
             and least + moves >= 0
             and most + moves < total
         ):
-            index = find(table, index, least + moves)
+            index = find_tensor(table, index, least + moves)
             if kinds[index] == PLAIN and most + moves < starts[index + 1]:
                 mark[index] = 1
                 live = addresses[index] + (first + moves - starts[index]) * width
@@ -361,57 +364,3 @@ def patch(
             sample, width, table, homes, kept, found, relative, touched, np.int64(0)
         )
     return missing == 0
-
-
-@loop
-def place(sample, width, index_map, entry, first, length, bits, table, touched, inward):
-    """Copy dense bits of source positions [first, first + length) to where a table of tensors holds them
-    (inward), or back.
-
-    Tensors that are met are marked as touched.
-    """
-    begin, end, shift, origin = (
-        column(index_map, BEGIN),
-        column(index_map, END),
-        column(index_map, SHIFT),
-        column(index_map, ORIGIN),
-    )
-    axis, axes, extent, segment = (
-        column(index_map, AXIS),
-        column(index_map, AXES),
-        column(index_map, EXTENT),
-        column(index_map, SEGMENT),
-    )
-    low, high, target = column(index_map, LOW), column(index_map, HIGH), column(index_map, TARGET)
-    stop, entries = first + length, at(index_map, _I64)[ENTRIES]
-    while entry < entries and begin[entry] < stop:
-        now, until = max(first, begin[entry]), min(stop, end[entry])
-        if axes[entry] == 0:
-            to = now + shift[entry]
-            copy(
-                sample,
-                width,
-                table,
-                to,
-                to + max(until - now, 0),
-                bits + (now - first) * width,
-                inward,
-                touched,
-            )
-            entry += 1
-            continue
-        inner = axis[entry] + axes[entry] - 1
-        row = (now - origin[entry]) // extent[inner]
-        start = origin[entry] + row * extent[inner]
-        while start < until:
-            base = row_start(index_map, entry, row)
-            if base >= 0:
-                for k in range(segment[inner], segment[inner + 1]):
-                    x, y = max(now, start + low[k]), min(until, start + high[k])
-                    if y > x:
-                        to = base + x - start - low[k] + target[k]
-                        copy(
-                            sample, width, table, to, to + y - x, bits + (x - first) * width, inward, touched
-                        )
-            row, start = row + 1, start + extent[inner]
-        entry += 1

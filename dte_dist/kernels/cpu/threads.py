@@ -1,10 +1,9 @@
 """One pool of threads for the loops of `kernels`, which run without the GIL.
 
-`split` cuts a range into parts and runs a function on each. The calling thread takes parts like any other, so
-a call never waits for
-a thread that is busy elsewhere: in the worst case it does everything itself. How many threads take part is
-    what `torch.get_num_threads()` says at the call; they are started when they are first needed, and anew in
-    a forked child. A call from within a part runs in one part.
+`parallel_for` cuts a range into parts and runs a function on each. The calling thread takes parts like any
+other, so a call never waits for a thread that is busy elsewhere: in the worst case it does everything itself.
+How many threads take part is what `torch.get_num_threads()` says at the call; they are started when they are
+first needed, and anew in a forked child. A call from within a part runs in one part.
 """
 
 from __future__ import annotations
@@ -17,12 +16,14 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
-__all__ = ["split"]
+__all__ = ["parallel_for"]
 
 Result = TypeVar("Result")
 
 
-def split(work: Callable[[int, int], Result], total: int, *, least: int, align: int = 1) -> list[Result]:
+def parallel_for(
+    work: Callable[[int, int], Result], total: int, *, least: int, align: int = 1
+) -> list[Result]:
     """Run `work(low, high)` on consecutive parts of [0, total), side by side, and return the results in
     order.
 
@@ -36,7 +37,7 @@ def split(work: Callable[[int, int], Result], total: int, *, least: int, align: 
         Exception: what `work` raised on the first part that failed, after all parts have ended.
 
     Example:
-        >>> sum(split(lambda low, high: sum(range(low, high)), 10, least=3))
+        >>> sum(parallel_for(lambda low, high: sum(range(low, high)), 10, least=3))
         45
     """
     parts = (
@@ -72,7 +73,7 @@ class _Job(Generic[Result]):
                 result, error = None, None
                 try:
                     result = work(*self.parts[number])
-                except BaseException as raised:  # raised again by the thread that called `split`
+                except BaseException as raised:  # raised again by the thread that called `parallel_for`
                     error = raised
                 self._ended.put((number, result, error))
         finally:
