@@ -6,7 +6,9 @@ The formulas are those of docs/protocol.md. The numba loops use the same ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -102,17 +104,27 @@ def best_low(count: int, length: int) -> tuple[int, int]:
         >>> best_low(10_000, 1 << 20)
         (6, 10840)
     """
-    from dte_dist.kernels.cpu import index_codec_loops  # it uses the formulas above
-
-    low, size = index_codec_loops.best_low(count, length)
-    return low, size
+    return _best_low()(count, length)
 
 
 def choose_planes(classes: Classes, width: int, zeros: int = 0) -> Planes:
     """Choose how distances are written in the fewest bytes; `zeros` more distances are 0."""
-    from dte_dist.kernels.cpu import value_codec_loops
-
     numbers, chosen = classes.numbers.copy(), np.empty(5, np.int64)
     numbers[-1] += zeros
-    value_codec_loops.choose_planes(numbers.ctypes.data, classes.count + zeros, width, chosen.ctypes.data)
+    _choose_planes()(numbers.ctypes.data, classes.count + zeros, width, chosen.ctypes.data)
     return Planes(*chosen.tolist())
+
+
+@cache
+def _best_low() -> Callable[[int, int], tuple[int, int]]:
+    """Return the loop; it uses the formulas above, so it cannot be imported before them."""
+    from dte_dist.kernels.cpu import index_codec_loops
+
+    return index_codec_loops.best_low
+
+
+@cache
+def _choose_planes() -> Callable[[int, int, int, int], None]:
+    from dte_dist.kernels.cpu import value_codec_loops
+
+    return value_codec_loops.choose_planes

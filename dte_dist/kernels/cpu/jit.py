@@ -152,7 +152,8 @@ class _Notice(event.Listener):
 def _turn(job: str) -> Iterator[bool]:
     """Tell whether no other process is at a job, and keep others off it.
 
-    Where there can be no lock there are no turns.
+    Where there can be no lock there are no turns. The package filelock has versions that follow a link here,
+    and versions that wait where a file system has no locks.
     """
     cache = blake2b(f"{config.CACHE_DIR}:{Path(__file__).parent}".encode(), digest_size=4).hexdigest()
     path = Path(gettempdir()) / f"dte_dist-{os.getuid()}-{cache}-{job}.lock"
