@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dte_dist.api import delta_broadcast, delta_p2p, verify
 from dte_dist.codec.named_tensors import Payload, payload_of
-from dte_dist.detect.snapshot import Detector
+from dte_dist.detect.detector import Detector
 from dte_dist.errors import (
     ApplyFailed,
     ChannelClosed,

@@ -249,7 +249,8 @@ def _sync(
     if pg is None or dist.get_rank(pg) < 0:
         raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
     into = said.get("into")
-    options, error = options_of(), None
+    options: SyncOptions | None = None
+    error: Exception | None = None
     try:
         if into is module:
             raise ValueError(
@@ -267,7 +268,7 @@ def _sync(
         if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
             raise error
         module = torch.nn.Module()  # it stands in, to tell them when they open one
-    call = _Call(module, pg, options, error, into)
+    call = _Call(module, pg, options or options_of(), error, into)
     # A channel outlives a caller's inference_mode.
     with (
         exclusive(module, into),

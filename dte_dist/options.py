@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.codec import CodecSelector
-from dte_dist.detect.snapshot import Detector
+from dte_dist.detect.detector import Detector
 from dte_dist.layout import Layout, Manifest, Rename, Select
 from dte_dist.plan.model_map import WireTypes
 from dte_dist.plan.transfer_plan import ROUTES, RouteName

@@ -1,19 +1,14 @@
-"""The bits that receivers are known to hold, and what differs from them now.
+"""Changes found by comparing live tensors with the bits that receivers are known to hold.
 
-A source keeps one array per width for the blocks it contributes, in wire dtype. It is filled by a seed and
-then compared, range by range, with the live tensors. Elements that differ are taken over in the same pass,
-while it lies in the cache; the bits that were there are
-noted, so that it can be undone until every receiver has what was sent:
-
-1. `advance` finds changes and takes them over, range after range, and gives them out in waves: after reading
-   much memory the code that works on changes is no longer in the cache, so it is not called for each range.
-2. `commit` forgets what was there: the receivers have it.
-3. `undo` puts it back instead: they do not, and the next changes are found from where they stand.
+Known bits (`detect.known_bits`) are compared, range by range, with the live tensors. Elements that differ are
+taken over in the same pass, while they lie in the cache; the bits that were there are noted. Changes are
+given out in batches: after reading much memory the code that works on changes is no longer in the cache, so
+it is not called for each range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.detect.live_space import LiveSpace
-from dte_dist.tensors.flat import BITS
+from dte_dist.detect.detector import Changed, Detector
+from dte_dist.detect.known_bits import KnownBits, UndoRecord, is_few
+from dte_dist.tensors.flat import BITS, FlatTensors
 
-__all__ = ["Changed", "Detector", "Snapshot"]
+__all__ = ["Snapshot"]
 
 _RANGE_SEGMENTS: Final = 8
 """Segments that are compared at once where little changes: each call costs what a few thousand changes do."""
@@ -34,50 +30,6 @@ _SPARSE_RATIO: Final = 16
 
 _BATCH_CHANGES: Final = 1 << 21
 """Changes that end a wave."""
-
-Detector = Callable[[Tensor, Tensor], Tensor]
-"""A caller's own search for changes: (live bits, known bits) of one range, 1-D integer views in wire dtype,
-to the ascending int32 or int64 positions of all elements that may differ. It may name too many elements; one
-it forgets stays stale. It gets copies.
-
-Example:
-    >>> def compare(live: torch.Tensor, known: torch.Tensor) -> torch.Tensor:  # a dte_dist.Detector
-    ...     return (live != known).nonzero().view(-1)
-    >>> report = dte_dist.delta_broadcast(model)
-    >>> train()
-    >>> dte_dist.delta_broadcast(model, detector=compare).kind
-    'delta'
-"""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Changed:
-    """The changes in elements [first, first + length) of a space.
-
-    Attributes:
-        first, length: the range.
-        positions: int32, ascending, counted from `first`; None if all elements changed.
-        old, new: the bits before and now, one for each position.
-    """
-
-    first: int
-    length: int
-    positions: Tensor | None
-    old: Tensor
-    new: Tensor
-
-    def __len__(self) -> int:
-        return len(self.new)
-
-    def bounds(self) -> tuple[int, int]:
-        """Return where the range begins, and where it ends."""
-        return self.first, self.first + self.length
-
-    def listed(self) -> Tensor:
-        """Return the positions, also if all elements changed."""
-        if self.positions is not None:
-            return self.positions
-        return torch.arange(self.length, dtype=torch.int32, device=self.new.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,46 +71,37 @@ class _ScratchBuffers:
         return kept[0], kept[1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _UndoRecord:
-    """The bits of a range before it was taken over: at some positions, or everywhere (None)."""
-
-    width: int
-    first: int
-    positions: Tensor | None
-    bits: Tensor
-
-
-class Snapshot:
-    """Known bits of one rank's flat spaces.
+class Snapshot(KnownBits):
+    """Known bits of one rank's flat spaces, and what differs from them; a `ChangeDetector`.
 
     Args:
         totals: elements of each width.
         device: of the live tensors, where the snapshot lies too.
         segment: elements of the smallest ranges to compare.
-
-    Attributes:
-        bits: by width, the known bits; undefined until the first `refresh`.
-        inconsistent: True if something broke off while bits were taken over or put back: they are then of no
-            version.
     """
 
     def __init__(self, totals: Mapping[int, int], device: torch.device, segment: int) -> None:
-        self.bits = {width: kernels.empty(total, BITS[width], device) for width, total in totals.items()}
-        self.inconsistent = False
-        self._halfway = False  # whether a range may have been taken over that is in no wave yet
-        self._segment, self._range_segments, self._undo_log = segment, _RANGE_SEGMENTS, list[_UndoRecord]()
-        self.move(device)
+        self._scratch: dict[int, _ScratchBuffers] = {}
+        self._segment, self._range_segments = segment, _RANGE_SEGMENTS
+        super().__init__(totals, device)
 
     def move(self, device: torch.device) -> None:
-        """Move to another device, as the live tensors did; nothing may wait to be settled."""
-        self._scratch: dict[int, _ScratchBuffers] = {}
-        self._kernels = kernels.on(device)
-        self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
-        self.device = device  # last: after an interrupt it moves again
+        """Move to another device, as the live tensors did; nothing may wait to be committed."""
+        self._scratch = {}
+        super().move(device)
+
+    def changes(
+        self, live: FlatTensors, width: int, ranges: Iterable[tuple[int, int]]
+    ) -> Iterator[list[Changed]]:
+        """Find what differs in some ranges, take it over, and yield it in batches."""
+        return self.diff_and_update(live, width, ranges)
 
     def diff_and_update(
-        self, live: LiveSpace, width: int, spans: Iterable[tuple[int, int]], detector: Detector | None = None
+        self,
+        live: FlatTensors,
+        width: int,
+        spans: Iterable[tuple[int, int]],
+        detector: Detector | None = None,
     ) -> Iterator[list[Changed]]:
         """Find what differs in some spans, take it over, and yield it in waves.
 
@@ -222,7 +165,12 @@ class Snapshot:
                 first += size
 
     def _update_range(
-        self, live: LiveSpace, width: int, where: tuple[int, int], room: _ScratchBuffers, named: Tensor | None
+        self,
+        live: FlatTensors,
+        width: int,
+        where: tuple[int, int],
+        room: _ScratchBuffers,
+        named: Tensor | None,
     ) -> Changed:
         """Take over what differs in a range, or what stands at the positions that a detector named; it has to
         be noted.
@@ -232,25 +180,25 @@ class Snapshot:
         if named is None:
             self.inconsistent = self._halfway = True
             count = self._kernels.advance(
-                live.flat, first, first + length, known, room.positions, room.old, room.new
+                live, first, first + length, known, room.positions, room.old, room.new
             )
             return room.changed(first, length, count)
         bits = torch.empty_like(known)
-        self._kernels.read(live.flat, first, bits)
+        self._kernels.read(live, first, bits)
         room.positions[: len(named)] = named
-        changed = room.changed(first, length, len(named))
-        changed.old.copy_(self._kernels.gather_1d(known, named))
-        changed.new.copy_(self._kernels.gather_1d(bits, named))
+        count = len(named)
+        room.old[:count] = self._kernels.gather_1d(known, named)
+        room.new[:count] = self._kernels.gather_1d(bits, named)
         self.inconsistent = self._halfway = True
-        self._kernels.scatter_1d(known, named, changed.new)
-        return changed
+        self._kernels.scatter_1d(known, named, room.new[:count])
+        return room.changed(first, length, count)
 
-    def _detected(self, live: LiveSpace, width: int, where: tuple[int, int], detector: Detector) -> Tensor:
+    def _detected(self, live: FlatTensors, width: int, where: tuple[int, int], detector: Detector) -> Tensor:
         """Return the positions that a caller's detector names in a range; it gets copies."""
         first, length = where
         known = self.bits[width][first : first + length].clone()
         bits = torch.empty_like(known)
-        self._kernels.read(live.flat, first, bits)
+        self._kernels.read(live, first, bits)
         positions = detector(bits, known)
         if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -267,62 +215,20 @@ class Snapshot:
         it back twice.
         """
         wave = [changed for changed in wave if len(changed)]
-        few = all(_is_few(changed, width) for changed in wave)
-        self._undo_log += (
-            self._record_sparse(width, wave)
-            if few
-            else [self._record_range(width, changed) for changed in wave]
-        )
+        if all(is_few(changed, width) for changed in wave):
+            self._undo_log += self._record_sparse(width, wave)
+        else:
+            at, old = 0, self._scratch[width].old
+            for changed in wave:
+                self._undo_log.append(self.record(width, changed, old[at : at + len(changed)]))
+                at += len(changed)
         return wave
 
-    def _record_sparse(self, width: int, wave: list[Changed]) -> Iterator[_UndoRecord]:
+    def _record_sparse(self, width: int, wave: list[Changed]) -> Iterator[UndoRecord]:
         """Copy what a wave held where it changed."""
         positions, old = self._scratch[width].undo_columns(sum(map(len, wave)))
         at = 0
         for changed in wave:
             here = slice(at, at + len(changed))
-            yield _UndoRecord(width, changed.first, positions[here], old[here])
+            yield UndoRecord(width, changed.first, positions[here], old[here])
             at = here.stop
-
-    def _record_range(self, width: int, changed: Changed) -> _UndoRecord:
-        """Copy what a range held where it changed, or all that it held if that is less."""
-        if changed.positions is not None and _is_few(changed, width):
-            return _UndoRecord(width, changed.first, changed.positions.clone(), changed.old.clone())
-        bits = kernels.empty(changed.length, changed.old.dtype, self.device)
-        if changed.positions is None:
-            return _UndoRecord(width, changed.first, None, bits.copy_(changed.old))
-        bits.copy_(self.bits[width][changed.first : changed.first + changed.length])
-        self._kernels.scatter_1d(bits, changed.positions, changed.old)
-        return _UndoRecord(width, changed.first, None, bits)
-
-    def commit(self) -> None:
-        """Let what was taken over be what is known from now on."""
-        self._undo_log.clear()
-
-    def roll_back(self) -> None:
-        """Put back what was known before the last `commit`; if it breaks off, it can be done again."""
-        was_inconsistent = self.inconsistent
-        self.inconsistent = True
-        for before in self._undo_log:
-            known = self.bits[before.width][before.first :]
-            if before.positions is None:
-                known[: len(before.bits)].copy_(before.bits)
-            else:
-                self._kernels.scatter_1d(known, before.positions, before.bits)
-        self.commit()
-        self.inconsistent = was_inconsistent
-
-    def refresh(self, live: Mapping[int, LiveSpace], ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Take over all live bits, given as ranges (width, first, length) that cover them; this cannot be
-        undone.
-        """
-        self.inconsistent = True
-        self.commit()
-        for width, first, length in ranges:
-            self._kernels.read(live[width].flat, first, self.bits[width][first : first + length])
-        self.inconsistent = self._halfway = False
-
-
-def _is_few(changed: Changed, width: int) -> bool:
-    """Return whether positions and bits of what changed in a range are fewer bytes than all of its bits."""
-    return changed.positions is not None and (4 + width) * len(changed) <= width * changed.length

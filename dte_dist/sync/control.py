@@ -87,9 +87,10 @@ class ControlRow:
         return len(cls.__slots__)
 
     @classmethod
-    def unpack(cls, row: np.ndarray) -> ControlRow:
-        """Read the columns before the sizes."""
-        return cls(*row[: cls.columns()].tolist())
+    def unpack(cls, table: np.ndarray) -> tuple[list[ControlRow], np.ndarray]:
+        """Read packed rows, one of each rank; return them, and the sizes behind them."""
+        columns = len(cls.__slots__)
+        return [cls(*row) for row in table[:, :columns].tolist()], table[:, columns:]
 
 
 SYNC, VERIFY = range(2)

@@ -9,7 +9,8 @@ each kind of receiver, whose space is what the source and that receiver have in 
    them, and keeps them.
 2. `FrameBuilder.collect` finishes what is in the making, and writes what was kept.
 
-Neighbouring segments of like density are written as one (`sync.segments`). The snapshot is updated before
+Neighbouring segments of like density are written as one (`merge_segments`): what a segment costs, whatever is
+in it, is paid less often. The snapshot is updated before
 changes are encoded, so a segment that is sent whole is read from the snapshot.
 
 The order of frames is that of lanes, then chunks: it is the order of the sizes in a control row.
@@ -19,23 +20,32 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.codec import FAST, CodecSelector, FrameWriter, PreviousDelta
-from dte_dist.detect.snapshot import Changed, Snapshot
+from dte_dist.detect.detector import Changed
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.plan.chunks import Chunk, segments_of
 from dte_dist.plan.index_map import IndexMap
-from dte_dist.sync.segments import merge_segments
 from dte_dist.sync.version import SyncStep
 
-__all__ = ["FrameBuilder", "Lane", "Lanes"]
+__all__ = ["FrameBuilder", "Lane", "Lanes", "merge_segments"]
+
+_MOST_CHANGES: Final = 1 << 17
+"""Changes that are worth a segment of their own: the work on them stays within a core's cache."""
+
+_FEW: Final = 256
+"""Changes too few for their density to matter."""
+
+_MAX_ELEMENTS: Final = 1 << 26
+"""Maximum number of elements in a merged segment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,10 +151,10 @@ class FrameBuilder:
         """Add what changed in some segments of one chunk of the source's own space, in order; it is
         copied.
         """
-        relative = self._selector.relative(width)
-        values = self._codecs.ulp_deltas(changed.old, changed.new) if relative else changed.new
+        old = changed.old if self._selector.relative(width) else None
+        values = changed.new if old is None else self._codecs.ulp_deltas(old, changed.new)
         for lane in self._lanes:
-            lane.add(width, changed, values, relative=relative)
+            lane.add(width, changed, values, relative=old is not None)
 
     def collect(self) -> list[Tensor]:
         """Return the frames by lane and chunk; empty where nothing changed. Nothing is added any more."""
@@ -204,8 +214,9 @@ class _DirectLane:
 
 @dataclass(slots=True)
 class _Found:
-    """Changes translated into one lane, of one width."""
+    """Changes translated into one lane, of one width; `relative` if the values are distances."""
 
+    relative: bool
     positions: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
@@ -234,7 +245,7 @@ class _TranslatedLane:
         if relative:
             values = kernels.on(values.device).narrow(values, changed.new.dtype)
         translate = kernels.on(values.device).translate
-        found = self._found.setdefault(width, _Found())
+        found = self._found.setdefault(width, _Found(relative))
         for index_map in maps:
             positions, held = translate(index_map, changed.first, changed.listed(), values)
             found.positions.append(positions)
@@ -248,11 +259,12 @@ class _TranslatedLane:
                 device = self._common.known.device
                 yield from (torch.empty(0, dtype=torch.uint8, device=device) for _ in chunks)
             else:
-                yield from self._write(chunks, *found.sorted())
+                yield from self._write(chunks, *found.sorted(), relative=found.relative)
 
-    def _write(self, chunks: Sequence[Chunk], positions: Tensor, values: Tensor) -> Iterator[Tensor]:
+    def _write(
+        self, chunks: Sequence[Chunk], positions: Tensor, values: Tensor, *, relative: bool
+    ) -> Iterator[Tensor]:
         """Cut the changes of one width into the frames of its chunks."""
-        relative = self._common.selector.relative(values.element_size())
         widen: Callable[[Tensor], Tensor] = kernels.on(values.device).widen
         groups = [list(chunk.segments()) for chunk in chunks]
         for chunk, cuts in zip(chunks, _cut(groups, positions, 0), strict=True):
@@ -304,3 +316,38 @@ def _counts(segments: Sequence[tuple[int, int]], positions: Tensor | None, origi
     starts = [first - origin for first, _ in segments] + [sum(segments[-1]) - origin]
     below = kernels.on(positions.device).searchsorted(positions, starts)
     return [high - low for low, high in itertools.pairwise(below)]
+
+
+def _is_alike(total: int, parts: int, count: int) -> bool:
+    """Return whether a segment with `count` changes may join `parts` segments with `total` changes together.
+
+    Example:
+        >>> _is_alike(20_000, 2, 15_000), _is_alike(20_000, 2, 30_000), _is_alike(20, 2, 200)
+        (True, False, True)
+    """
+    alike = 2 * count * parts >= total and count * parts <= 2 * total
+    return total + count <= _MOST_CHANGES and (alike or max(total, count) <= _FEW)
+
+
+def merge_segments(
+    segments: Iterable[tuple[int, int]], counts: Iterable[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Join neighbouring segments, given as (first, length) and how many changes are in each.
+
+    Yields:
+        (first, length, changes) of what is to be written as one.
+
+    Example:
+        >>> list(merge_segments([(0, 10), (10, 10), (20, 5)], [300, 400, 5000]))
+        [(0, 20, 700), (20, 5, 5000)]
+    """
+    first, end, total, parts = 0, 0, 0, 0
+    for (start, length), count in zip(segments, counts, strict=True):
+        if parts and not (start + length - first <= _MAX_ELEMENTS and _is_alike(total, parts, count)):
+            yield first, end - first, total
+            parts = 0
+        if not parts:
+            first, total = start, 0
+        end, total, parts = start + length, total + count, parts + 1
+    if parts:
+        yield first, end - first, total

@@ -23,7 +23,8 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.codec import Segment
 from dte_dist.codec.named_tensors import Change, flat_bits, index_dtype
-from dte_dist.detect.snapshot import Changed, Snapshot
+from dte_dist.detect.detector import Changed
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.errors import FrameError
 from dte_dist.layout.named import refuse_difference
 from dte_dist.plan.index_map import IndexMap

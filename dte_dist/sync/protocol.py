@@ -26,7 +26,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -124,7 +124,7 @@ class Sync:
         self._memory_error: Exception | None = None
         self.begun = False
 
-    @property
+    @cached_property
     def _route(self) -> Route:
         """The way of the frames; not there if it was what failed in phase 1."""
         return self._parts.routes[self._prepared.chosen[0]]
@@ -184,11 +184,10 @@ class Sync:
         )
         table = self._swap(prepared.row.pack(mine if len(mine) <= ROW_SIZES else [], ROW_SIZES))
         self.begun = True
-        rows, sizes = [ControlRow.unpack(row) for row in table], table[:, ControlRow.columns() :]
+        rows, sizes = ControlRow.unpack(table)
         if any(row.failed for row in rows):
             raise_together(self._parts.control, explain_memory(prepared.error))
-        agreed(lambda: check_rows(table, self._parts.agreement.sources, self._parts.agreement.receivers))
-        agreed(lambda: _check_calls(rows))
+        agreed(lambda: self._check_rows(table, rows))
         if self._route.max_frames > ROW_SIZES:
             sizes = self._rows(np.array([*mine, *[0] * (self._route.max_frames - len(mine))], np.int64))
         agreed(lambda: self._check_sizes(sizes))
@@ -200,6 +199,11 @@ class Sync:
             hint = "report this as a bug of dte_dist"
             raise FrameError(what, expected=f"{sum(said)} bytes", got=f"{sum(mine)} bytes", hint=hint)
         return rows, found
+
+    def _check_rows(self, table: np.ndarray, rows: Sequence[ControlRow]) -> None:
+        """Refuse rows that say what cannot be, and ranks that called different things."""
+        check_rows(table, self._parts.agreement.sources, self._parts.agreement.receivers)
+        _check_calls(rows)
 
     def _swap(self, row: np.ndarray) -> np.ndarray:
         """Exchange control rows, those of sources with their inline frames; return the rows."""

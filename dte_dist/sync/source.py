@@ -16,8 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from dte_dist.codec import FAST, CodecSelector, PreviousDelta
-from dte_dist.detect.live_space import LiveSpace
-from dte_dist.detect.snapshot import Detector
+from dte_dist.detect.detector import Detector
 from dte_dist.layout import Layout
 from dte_dist.plan.chunks import Chunk, ChunkPlan
 from dte_dist.plan.model_map import ModelMap
@@ -25,6 +24,7 @@ from dte_dist.report import Phases
 from dte_dist.sync.frame_builder import FrameBuilder, Lane, Lanes
 from dte_dist.sync.version import SyncStep
 from dte_dist.sync.versioned_snapshot import VersionedSnapshot
+from dte_dist.tensors.flat import FlatTensors
 
 __all__ = ["Source"]
 
@@ -172,6 +172,6 @@ class Source(VersionedSnapshot):
     def _drop(self) -> None:
         self._builder, self._frames = None, []
 
-    def live(self) -> dict[int, LiveSpace]:
+    def live(self) -> dict[int, FlatTensors]:
         """Return the live tensors by width, as they would be sent."""
         return self.live_spaces(self._layout.read())

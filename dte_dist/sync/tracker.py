@@ -147,6 +147,12 @@ class DeltaTracker:
             local: the tensors, in the order of the parts.
             space: what is sent of them.
             version, full: as for `diff`.
+
+        Example:
+            >>> tensors = {"w": torch.zeros(3)}
+            >>> space = SenderSpace.of_whole(slots_of(tensors))
+            >>> dte_dist.DeltaTracker().diff_space(read_named(tensors), space, version=1).full
+            True
         """
         self.rollback()
         self._refuse_old(version)

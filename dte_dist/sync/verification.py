@@ -138,7 +138,7 @@ class Verifier:
             for lane, digest in zip(spaces, theirs, strict=True):
                 found[lane][self._places(lane, width)] += digest
             if live:
-                moved += int((digests(source.live()[width].flat, [own])[0] != ours).sum())
+                moved += int((digests(source.live()[width], [own])[0] != ours).sum())
         return moved, list(found.values())
 
     def _places(self, lane: int, width: int) -> slice:

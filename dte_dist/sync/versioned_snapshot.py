@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dte_dist.detect.live_space import LiveSpace
-from dte_dist.detect.snapshot import Changed, Detector, Snapshot
+from dte_dist.detect.detector import Changed, Detector
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.layout import LiveTensors
 from dte_dist.plan.chunks import SEGMENT, Chunk
 from dte_dist.plan.flat_space import FlatSpace
@@ -76,20 +76,20 @@ class VersionedSnapshot:
     def find(
         self, local: LiveTensors, sink: ChangeSink, phases: Phases, detector: Detector | None = None
     ) -> None:
-        """Take over all changes and give them to a sink, wave by wave."""
+        """Take over all changes and give them to a sink, batch by batch."""
         snapshot, live = self.open(local.device), self.live_spaces(local)
         for width in self.spaces:
             ranges = [(chunk.first, chunk.length) for chunk in self._chunks if chunk.width == width]
-            waves = snapshot.diff_and_update(live[width], width, ranges, detector)
+            batches = snapshot.diff_and_update(live[width], width, ranges, detector)
             while True:
                 with phases("detect"):
-                    wave = next(waves, None)
-                if wave is None:
+                    batch = next(batches, None)
+                if batch is None:
                     break
                 with phases("encode"):
-                    for changed in wave:
+                    for changed in batch:
                         sink.add(width, changed)
-                self.changed += sum(map(len, wave))
+                self.changed += sum(map(len, batch))
 
     def take_over(self, local: LiveTensors, phases: Phases) -> None:
         """Take over all live bits; from here on the snapshot is ahead of the receivers."""
@@ -133,11 +133,11 @@ class VersionedSnapshot:
         """Return the bits of the snapshot by width, each in the order of this source's space."""
         return self.held().bits
 
-    def live_spaces(self, local: LiveTensors) -> dict[int, LiveSpace]:
+    def live_spaces(self, local: LiveTensors) -> dict[int, FlatTensors]:
         """Return the live tensors by width, as they would be sent."""
         return {
-            width: LiveSpace(
-                FlatTensors.part(local, space.pieces.entry, width, space.starts), self._dtypes[width]
+            width: FlatTensors.part(local, space.pieces.entry, width, space.starts).read_as(
+                self._dtypes[width]
             )
             for width, space in self.spaces.items()
         }

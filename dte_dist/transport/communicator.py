@@ -257,8 +257,7 @@ class Communicator:
         if write is not None:
             write(payloads[self.rank])
         self.all_gather(parts)
-        wrong = [rank for rank, each in rows.items() if guard_of(each[:-1], rank, self._turn) != each[-1]]
-        refuse_damage("a row", self.rank, wrong, self._turn)
+        refuse_damage("a row", self.rank, rows, self._turn)
         return np.stack([each[:-1] for each in rows.values()]), payloads
 
     def all_gather(self, parts: Mapping[int, Tensor]) -> None:
@@ -316,8 +315,7 @@ class Communicator:
             buffer[:words].view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
             buffer[-1] = guard_of(buffer[:-1], owner, self._turn)
         self.broadcast(torch.from_numpy(buffer).view(torch.uint8), owner).wait()
-        sound = guard_of(buffer[:-1], owner, self._turn) == buffer[-1]
-        refuse_damage("a description", self.rank, [] if sound else [owner], self._turn)
+        refuse_damage("a description", self.rank, {owner: buffer}, self._turn)
         return buffer[:words].tobytes()[:size]
 
     def broadcast(self, tensor: Tensor, root: int) -> Pending:

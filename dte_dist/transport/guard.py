@@ -7,7 +7,7 @@ word, but bad memory, a bad network card or a fault of a program may.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -44,8 +44,9 @@ def guard_of(row: np.ndarray, sender: int, turn: int) -> int:
     return (row.nbytes & 0x7FFFFFFF) << 32 | zlib.crc32(row.data, begin)
 
 
-def refuse_damage(what: str, rank: int, senders: Sequence[int], turn: int) -> None:
-    """Raise a `DamagedRow` if there are senders whose rows came damaged to a rank."""
+def refuse_damage(what: str, rank: int, rows: Mapping[int, np.ndarray], turn: int) -> None:
+    """Raise a `DamagedRow` if rows, whose last word is their guard, came damaged to a rank; by sender."""
+    senders = [sender for sender, row in rows.items() if guard_of(row[:-1], sender, turn) != row[-1]]
     if senders:
         told = f"{what} came damaged, short or out of turn to rank {rank}"
         raise DamagedRow(told, ranks=senders, got=f"another checksum, in exchange {turn}", hint=_FIX)

@@ -22,7 +22,7 @@ from tests.examples.conftest import Stage
 from tests.examples.world import WORLD, local, make_mesh, on_ranks
 
 ON_RANKS = (
-    "dte_dist.detect.snapshot.Detector",
+    "dte_dist.detect.detector.Detector",
     "dte_dist.api",
     "dte_dist.sync.registry",
     "dte_dist.sync.background",
@@ -39,7 +39,7 @@ FOUND = {found.name: found for found in docstrings()}
 
 def test_examples_are_found():
     assert len(FOUND) > 100
-    assert "dte_dist.detect.snapshot.Detector" in FOUND, "a string below an assignment"
+    assert "dte_dist.detect.detector.Detector" in FOUND, "a string below an assignment"
     assert "dte_dist.plan.transfer_plan.Plan.between" in FOUND, "a class method"
 
 
@@ -97,7 +97,7 @@ def public_names() -> Iterator[tuple[str, str]]:
     for name in sorted(set(dte_dist.__all__) - {"__version__"}):
         found = getattr(dte_dist, name)
         if name == "Detector":  # a type has no docstring of its own: the string below it is one
-            yield "dte_dist.detect.snapshot.Detector", name
+            yield "dte_dist.detect.detector.Detector", name
             continue
         origin = f"{found.__module__}.{found.__qualname__}"
         yield origin, name

@@ -15,7 +15,6 @@ from torch import Tensor
 import dte_dist
 from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, PreviousDelta, Segment, read_frame
 from dte_dist.codec.header import CHECKSUM_WORD, ENTRY, HEAD
-from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Snapshot
 from dte_dist.errors import DeltaError
 from dte_dist.kernels import cpu
@@ -182,7 +181,7 @@ def test_a_snapshot_finds_the_same_changes(width: int, seed: int) -> None:
     for device in ("cpu", DEVICE):
         tensors = build(drawn, width, seed, device)
         flat = FlatTensors(tensors, width)
-        total, live = len(flat), LiveSpace(flat, [tensor.dtype for tensor in tensors])
+        total, live = len(flat), flat.read_as([tensor.dtype for tensor in tensors])
         known = Snapshot({width: total}, torch.device(device), 1000)
         segments = [(first, min(1000, total - first)) for first in range(0, total, 1000)]
         known.refresh({width: live}, [(width, *segment) for segment in segments])
@@ -221,7 +220,7 @@ def test_masters_are_cast_on_the_device_before_they_are_compared(wire: torch.dty
     ]
     expected = torch.cat([master.reshape(-1) for master in masters]).to(wire)
     width = wire.itemsize
-    live = LiveSpace(FlatTensors(masters, width), [wire] * 3)
+    live = FlatTensors(masters, width).read_as([wire] * 3)
     known = Snapshot({width: 33071}, DEVICE, 5000)
     known.refresh(
         {width: live}, [(width, first, min(5000, 33071 - first)) for first in range(0, 33071, 5000)]

@@ -385,7 +385,7 @@ def control_rows(rng: Random) -> str:
             [*EXTREMES, *range(-1, 9), rng.getrandbits(62)]
         )
     check_rows(table, sources, receivers)
-    unpacked = [ControlRow.unpack(row) for row in table]
+    unpacked, _ = ControlRow.unpack(table)
     _check_calls(unpacked)
     sizes, sync = table[:, ControlRow.columns() :], cast(Sync, SimpleNamespace(_route=route))
     Sync._check_sizes(sync, sizes)

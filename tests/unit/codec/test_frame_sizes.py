@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dte_dist.codec import CodecSelector
-from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Snapshot
 from dte_dist.kernels import torch as torch_kernels
 from dte_dist.plan.chunks import SEGMENT, ChunkPlan
@@ -70,7 +69,7 @@ def written(before: Tensor, after: Tensor, codec: str) -> tuple[int, dict[str, i
     known = Snapshot({2: len(before)}, torch.device("cpu"), SEGMENT)
     known.bits[2].copy_(before)
     builder = Lanes(0, [Lane(None, chunks)]).builder(SyncStep(1, 2, 3, 4), known, CodecSelector(codec))
-    live = LiveSpace(FlatTensors([after], 2), [torch.int16])
+    live = FlatTensors([after], 2).read_as([torch.int16])
     for wave in known.diff_and_update(live, 2, [(chunk.first, chunk.length) for chunk in chunks]):
         for changed in wave:
             builder.add(2, changed)

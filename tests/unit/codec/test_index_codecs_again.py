@@ -23,7 +23,7 @@ from dte_dist.errors import FrameError
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
 from dte_dist.kernels.sizes import bitmap_nbytes, ef_size
-from dte_dist.sync.segments import merge_segments
+from dte_dist.sync.frame_builder import merge_segments
 from dte_dist.tensors.flat import BITS
 from tests.unit import codec_reference as reference
 from tests.unit.kernels.test_cpu_codecs import lengths, segments

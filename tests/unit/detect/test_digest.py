@@ -19,7 +19,6 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.detect import digest as module
 from dte_dist.detect.digest import digests, own_digests
-from dte_dist.detect.live_space import LiveSpace
 from dte_dist.kernels import Identity, cpu
 from dte_dist.kernels import torch as torch_kernels
 from dte_dist.kernels.cpu import index_map as index_map_kernels
@@ -426,13 +425,13 @@ def test_what_is_digested_is_what_would_be_sent(own: torch.dtype, wire: torch.dt
         finite[:96].view(8, 12).t(),
     ]
     cast = [tensor.contiguous().view(-1).to(wire).view(tensor.shape) for tensor in tensors]
-    flat = LiveSpace(FlatTensors(tensors, wire.itemsize), [wire] * len(tensors)).flat
+    flat = FlatTensors(tensors, wire.itemsize).read_as([wire] * len(tensors))
     assert digests(flat, [([Identity(len(flat))], flat.starts)])[0].tolist() == own_digests(cast).tolist()
     assert own_digests(cast).tolist() == references(cast, wire.itemsize)
 
 
 def test_a_space_of_which_some_tensors_are_cast() -> None:
     masters = [torch.randn(50), torch.randn(7).bfloat16(), torch.randn(6, 5).t()]
-    flat = LiveSpace(FlatTensors(masters, 2), [torch.bfloat16, torch.bfloat16, torch.float16]).flat
+    flat = FlatTensors(masters, 2).read_as([torch.bfloat16, torch.bfloat16, torch.float16])
     sent = [masters[0].bfloat16(), masters[1], masters[2].half()]
     assert digests(flat, [([Identity(len(flat))], flat.starts)])[0].tolist() == references(sent, 2)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.detect import snapshot as module
-from dte_dist.detect.live_space import LiveSpace
-from dte_dist.detect.snapshot import Changed, Detector, Snapshot
+from dte_dist.detect.detector import Changed, Detector
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS, FlatTensors
@@ -50,8 +50,8 @@ class Model:
         self.snapshot = Snapshot(self.totals, torch.device("cpu"), segment)
         self.refresh()
 
-    def live(self, width: int) -> LiveSpace:
-        return LiveSpace(FlatTensors(self.tensors[width], width), [FLOATS[width]] * len(self.tensors[width]))
+    def live(self, width: int) -> FlatTensors:
+        return FlatTensors(self.tensors[width], width).read_as([FLOATS[width]] * len(self.tensors[width]))
 
     def refresh(self) -> None:
         ranges = [

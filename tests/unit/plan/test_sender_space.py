@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dte_dist import FrameError, Layout, Plan, remap_delta_indices
 from dte_dist.codec.named_tensors import Change
-from dte_dist.detect.snapshot import Changed, Snapshot
+from dte_dist.detect.detector import Changed
+from dte_dist.detect.snapshot import Snapshot
 from dte_dist.layout import Block
 from dte_dist.plan.model_map import Slot
 from dte_dist.plan.sender_space import Part, PartSpace, SenderSpace

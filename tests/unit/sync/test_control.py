@@ -145,7 +145,8 @@ def test_a_row_comes_back_from_its_int64_form(numbers: list[int], sizes: list[in
     packed = row.pack(sizes, len(sizes) + spare)
     assert packed.dtype == np.int64
     assert ControlRow.columns() == FIELDS
-    assert ControlRow.unpack(packed) == row
+    rows, behind = ControlRow.unpack(np.stack([packed, packed]))
+    assert rows == [row, row] and behind.shape == (2, len(packed) - ControlRow.columns())
     assert packed[FIELDS:].tolist() == sizes + [0] * spare
 
 

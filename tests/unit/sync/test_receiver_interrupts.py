@@ -17,7 +17,7 @@ from torch import Tensor
 from dte_dist import DeltaTracker, Payload, reconstruct_against_base
 from dte_dist.codec import CodecSelector
 from dte_dist.detect import snapshot as module
-from dte_dist.detect.snapshot import Detector
+from dte_dist.detect.detector import Detector
 from dte_dist.report import Phases
 from dte_dist.sync.control import OTHER_CHANNEL, WRITTEN
 from dte_dist.sync.version import NONE, VersionState

@@ -18,7 +18,7 @@ from dte_dist.codec import FrameHead, FrameWriter
 from dte_dist.codec.index_codecs import INDEX_CODECS
 from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.detect import snapshot
-from dte_dist.detect.snapshot import Detector
+from dte_dist.detect.detector import Detector
 from dte_dist.errors import (
     FrameError,
     LayoutMismatch,
@@ -668,7 +668,7 @@ def test_a_source_without_memory_for_what_was_there_has_no_version(
 ) -> None:
     pair, asked = of_two_widths(), []
     before = {name: tensor.clone() for name, tensor in pair.copy.items()}
-    of_range = snapshot.Snapshot._record_range
+    of_range = snapshot.Snapshot.record
 
     def failing(*args: Any) -> Any:
         asked.append(args)
@@ -676,7 +676,7 @@ def test_a_source_without_memory_for_what_was_there_has_no_version(
             raise MemoryError("no room")
         return of_range(*args)
 
-    monkeypatch.setattr(snapshot.Snapshot, "_record_range", failing)
+    monkeypatch.setattr(snapshot.Snapshot, "record", failing)
     with pytest.raises(MemoryError):
         pair.prepare()
     pair.rollback()

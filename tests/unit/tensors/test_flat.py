@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dte_dist import kernels
-from dte_dist.detect.live_space import LiveSpace
 from dte_dist.detect.snapshot import Snapshot
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
@@ -169,8 +168,8 @@ def test_a_snapshot_of_many_cast_tensors(own: torch.dtype) -> None:
     segments = [(first, min(1000, total - first)) for first in range(0, total, 1000)]
     snapshot = Snapshot({2: total}, torch.device("cpu"), 1000)
 
-    def live() -> LiveSpace:
-        return LiveSpace(FlatTensors([*tensors], 2, starts), [torch.bfloat16] * len(tensors))
+    def live() -> FlatTensors:
+        return FlatTensors([*tensors], 2, starts).read_as([torch.bfloat16] * len(tensors))
 
     snapshot.refresh({2: live()}, [(2, *segment) for segment in segments])
     before = as_torch_casts(tensors, [torch.bfloat16] * len(tensors), 2)
