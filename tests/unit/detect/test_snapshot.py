@@ -643,7 +643,7 @@ def test_an_advance_that_was_left_and_ends_later_does_not_mend_what_broke_since(
     left = model.advance(2)
     next(left)
     if how == "of undo":
-        name, at, call = "put", 0, model.snapshot.roll_back
+        name, at, call = "scatter_1d", 0, model.snapshot.roll_back
     else:
         model.snapshot.roll_back()
         name, at, call = "advance", 1, model.take_over
