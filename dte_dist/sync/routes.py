@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dte_dist.codec import dense_size
 from dte_dist.options import AUTO, RouteOption
-from dte_dist.plan.chunks import Chunk, ChunkPlan, FrameSlot
+from dte_dist.plan.chunks import Chunk, ChunkPlan
 from dte_dist.plan.flat_space import FlatSpace
 from dte_dist.plan.index_map import IndexMap, build_index_maps, is_identity
 from dte_dist.plan.intersections import lanes_of, pair_spaces
@@ -216,10 +216,10 @@ class BroadcastRoute(Route):
     def move(
         self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int], phases: Phases
     ) -> Exception | None:
-        def take(slot: FrameSlot, frame: Tensor) -> None:
-            self.take(step, slot.source, slot.chunk, frame)
-
-        return self._relay.move(sizes, frames, targets, take, phases, keep=not step.is_seed)
+        for slot, frame in self._relay.move(sizes, frames, targets, phases, keep=not step.is_seed):
+            with phases("decode"):
+                self.take(step, slot.source, slot.chunk, frame)
+        return self._relay.error
 
 
 class P2PRoute(Route):
@@ -304,10 +304,11 @@ class P2PRoute(Route):
         if self._rank in targets:
             incoming = {source: self.mine(source, row) for source, row in sizes.items()}
 
-        def take(source: int, number: int, frame: Tensor) -> None:
-            self.take(step, source, number, frame)
-
-        return self._exchange.move(outgoing, incoming, targets, take, phases, keep=not step.is_seed)
+        moved = self._exchange.move(outgoing, incoming, targets, phases, keep=not step.is_seed)
+        for source, number, frame in moved:
+            with phases("decode"):
+                self.take(step, source, number, frame)
+        return self._exchange.error
 
 
 def _totals(lanes: Mapping[int, Mapping[int, FlatSpace]]) -> dict[int, dict[int, int]]:

@@ -10,17 +10,16 @@ For one sync, whose frame sizes every rank knows:
    receivers keep what comes.
 
 A receiver that has no memory for what is to be kept takes the buckets into two buffers that it reserved
-before, and passes them on all the same: `move` returns why.
+before, and passes them on all the same: `error` says why.
 
 Buckets reach all receivers by a broadcast each, or, where much is sent or only a few receivers are meant,
-through
-a chain: each receiver passes pieces on to the next as they arrive, which costs the root one copy for any
-    number of receivers.
+through a chain: each receiver passes pieces on to the next as they arrive, which costs the root one copy for
+any number of receivers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,7 +32,7 @@ from dte_dist.transport.buffers import Buffers, Frame, lies_on, write
 from dte_dist.transport.communicator import Communicator, Pending
 from dte_dist.transport.link_speed import LinkSpeed
 
-__all__ = ["BucketedBroadcast", "Take"]
+__all__ = ["BucketedBroadcast"]
 
 PIECE: Final = 256 << 10
 """Bytes of the smallest piece of a chain."""
@@ -48,11 +47,6 @@ each piece costs work as well.
 
 _CHAIN_FROM: Final = 1 << 20
 
-Take = Callable[[FrameSlot, Tensor], None]
-"""The receiver's function for one frame; the tensor is a view of the bucket, and stays as it is only if
-buckets are kept.
-"""
-
 _Bucket = tuple[Tensor, list[Pending]]
 """The buffer of a bucket, and what is still on its way into it."""
 
@@ -66,7 +60,7 @@ class _Run:
         frames: this rank's own.
         line: the root, then the targets in the order of a chain.
         piece: bytes of the pieces of a chain; 0 if buckets are broadcast.
-        take: what is done with frames here; None if this rank is no target.
+        is_target: whether frames are given out here.
         keep: whether they are kept.
         phases: where the time goes.
     """
@@ -75,7 +69,7 @@ class _Run:
     frames: Sequence[Frame]
     line: Sequence[int]
     piece: int
-    take: Take | None
+    is_target: bool
     keep: bool
     phases: Phases
 
@@ -93,6 +87,10 @@ class BucketedBroadcast:
         rank, root: group ranks.
         bucket_bytes: see `plan.chunks`.
         speed: of the links, as all ranks know it.
+
+    Attributes:
+        error: why this rank could not keep the frames of the last `move`, so that not all were given out;
+            None if they were.
     """
 
     def __init__(
@@ -135,44 +133,36 @@ class BucketedBroadcast:
         sizes: Mapping[int, Sequence[int]],
         frames: Sequence[Frame],
         targets: Sequence[int],
-        take: Take | None,
         phases: Phases,
         *,
         keep: bool = False,
-    ) -> Exception | None:
-        """Move the frames of one sync; all sources, the root and all targets must call.
+    ) -> Iterator[tuple[FrameSlot, Tensor]]:
+        """Move the frames of one sync, and yield each on a target; all sources, the root and all targets must
+        call, and go through it to the end.
+
+        A frame is a view of its bucket, and stays as it is until the next one only, unless frames are kept.
 
         Args:
             sizes: by source, bytes of the frame of each chunk.
             frames: this rank's own frames, by chunk; empty on a rank that is no source.
             targets: receivers, in ascending order.
-            take: called with each frame on a target; must not raise.
             phases: where the time goes.
-            keep: frames that `take` was called with stay as they are for as long as somebody holds them.
-
-        Returns:
-            Why this rank could not keep its frames, so that `take` was not called with all; None if it was.
+            keep: frames stay as they are for as long as somebody holds them.
         """
         self._incoming.begin()
         total, buckets = sum(map(sum, sizes.values())), pack_buckets(sizes, self._bucket_bytes)
         line = [self._root, *(target for target in targets if target != self._root)]
-        take = take if self._rank in targets else None
-        run = _Run(
-            buckets,
-            frames,
-            line,
-            self._piece() if self._is_chain(total, line) else 0,
-            take,
-            keep and take is not None,
-            phases,
-        )
-        if self._rank == self._root:
-            self._run_root(run)
-        else:
-            self._run_receiver(run)
+        piece = self._piece() if self._is_chain(total, line) else 0
+        is_target = self._rank in targets
+        run = _Run(buckets, frames, line, piece, is_target, keep and is_target, phases)
+        yield from self._run_root(run) if self._rank == self._root else self._run_receiver(run)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why frames could not be kept."""
         return self._incoming.error
 
-    def _run_root(self, run: _Run) -> None:
+    def _run_root(self, run: _Run) -> Iterator[tuple[FrameSlot, Tensor]]:
         ahead: _Bucket = self._collect(0, run)
         before: list[Pending] = []
         for number, bucket in enumerate(run.buckets):
@@ -185,7 +175,7 @@ class BucketedBroadcast:
                 before, run
             )  # only now, so that the link is never idle; the next bucket comes into the same buffer
             ahead, before = self._collect(number + 1, run), sending
-            self._unpack(bucket, buffer, run)
+            yield from self._unpack(bucket, buffer, run)
         self._wait(before, run)
 
     @staticmethod
@@ -207,19 +197,19 @@ class BucketedBroadcast:
                 pending.append(self._gather.receive(place, parcel.source))
         return buffer, pending
 
-    def _run_receiver(self, run: _Run) -> None:
+    def _run_receiver(self, run: _Run) -> Iterator[tuple[FrameSlot, Tensor]]:
         """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if
         we are a target.
         """
         sending, coming = self._send_frames(0, run), self._receive_bucket(0, run)
         for number, bucket in enumerate(run.buckets):
             ahead = self._send_frames(number + 1, run)
-            if run.take is not None:
+            if run.is_target:
                 buffer, arriving = coming
                 with run.phases("wire"):
                     self._pass_on(arriving, buffer, run)
                 coming = self._receive_bucket(number + 1, run)
-                self._unpack(bucket, buffer, run)
+                yield from self._unpack(bucket, buffer, run)
             with run.phases("gather"):
                 for pending in sending:
                     pending.wait()
@@ -243,12 +233,12 @@ class BucketedBroadcast:
             sending.append(wire.send(frame, self._root))
         return sending
 
-    def _unpack(self, bucket: Sequence[FrameSlot], buffer: Tensor, run: _Run) -> None:
-        if run.take is None or self._incoming.error is not None:
-            return
-        with run.phases("decode"):
+    def _unpack(
+        self, bucket: Sequence[FrameSlot], buffer: Tensor, run: _Run
+    ) -> Iterator[tuple[FrameSlot, Tensor]]:
+        if run.is_target and self._incoming.error is None:
             for parcel in bucket:
-                run.take(parcel, buffer[parcel.begin : parcel.end])
+                yield parcel, buffer[parcel.begin : parcel.end]
 
     def _buffer(self, number: int, run: _Run) -> Tensor:
         """Return the buffer of bucket `number`, of exactly its size; of no bytes if there is none."""
@@ -279,7 +269,7 @@ class BucketedBroadcast:
 
     def _receive_bucket(self, number: int, run: _Run) -> _Bucket:
         """Start to receive bucket `number`, if there is one and we are a target."""
-        if run.take is None:
+        if not run.is_target:
             return torch.empty(0, dtype=torch.uint8, device="cpu"), []
         buffer = self._buffer(number, run)
         if self._stream is None or not run.bucket(number):

@@ -16,7 +16,7 @@ rank sends to itself never touches the network.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -42,19 +42,14 @@ from dte_dist.transport.all_or_none import AgreedError, capture, capture_error, 
 from dte_dist.transport.broadcast import BucketedBroadcast
 from dte_dist.transport.buffers import Frame, explain_memory
 from dte_dist.transport.communicator import Communicator
-from dte_dist.transport.p2p import PairwiseExchange
+from dte_dist.transport.p2p import Arrived, PairwiseExchange
 
 __all__ = ["Meeting", "Roles", "exchange_rows"]
 
 _FREE: Final = "free memory on this rank, and push again"
 
-_Take = Callable[[int, int, Tensor], None]
-"""Called with each frame: (sender, number, bytes); it must not raise, and the tensor does not outlive the
-call.
-"""
-
-_Move = Callable[[Mapping[int, Sequence[int]], Sequence[Frame], _Take], None]
-"""Moves frames: their sizes by sender, this rank's own, and what is done with each that comes."""
+_Move = Callable[[Mapping[int, Sequence[int]], Sequence[Frame]], Iterator[Arrived]]
+"""Moves frames, given by their sizes by sender, and this rank's own; yields what comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +159,9 @@ class Meeting:
             if self._rank in self._roles.receivers(sender):
                 faults.keep(partial(self._make_room, arrivals, sender, said[sender]))
 
-        def take(sender: int, number: int, frame: Tensor) -> None:
-            faults.keep(lambda: arrivals[sender].take(number, frame))
-
         sizes = {sender: frame_sizes(*counts) for sender, counts in said.items()}
-        self._move(sizes, faults.frames(packed), take)
+        for sender, number, frame in self._move(sizes, faults.frames(packed)):
+            faults.keep(partial(_take, arrivals, sender, number, frame))
         payloads: dict[int, Payload] = {}
         self._control.watch.is_ending = True
         faults.keep(lambda: payloads.update(self._payloads(arrivals, version)))
@@ -190,6 +183,10 @@ class Meeting:
                 what = "a payload is not the one that was announced"
                 raise FrameError(what, ranks=[sender], expected=expected, got=said, hint="push again")
         return payloads
+
+
+def _take(arrivals: Mapping[int, Arrival], sender: int, number: int, frame: Tensor) -> None:
+    arrivals[sender].take(number, frame)
 
 
 class _Faults:
@@ -264,11 +261,11 @@ def _mover(wire: Communicator, rank: int, roles: Roles) -> _Move:
     everyone = sorted({receiver for sender in roles.senders for receiver in roles.receivers(sender)})
     exchange.reserve({sender: [largest] for sender in roles.senders}, receiver=rank in everyone)
 
-    def move(sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame], take: _Take) -> None:
+    def move(sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame]) -> Iterator[Arrived]:
         mine = list(zip(sizes.get(rank, ()), frames, strict=True))
         outgoing = {**dict.fromkeys(roles.receivers(rank), mine), rank: []}
         incoming = {source: sizes[source] for source in sources}
-        exchange.move(outgoing, incoming, everyone, take, Phases())
+        return exchange.move(outgoing, incoming, everyone, Phases())
 
     return move
 
@@ -279,7 +276,8 @@ def _broadcast(wire: Communicator, rank: int, roles: Roles, largest: int) -> _Mo
     relay = BucketedBroadcast(None, wire, rank=rank, root=root, bucket_bytes=largest)
     relay.reserve({root: [largest]}, receiver=rank in targets)
 
-    def move(sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame], take: _Take) -> None:
-        relay.move(sizes, frames, targets, lambda slot, frame: take(slot.source, slot.chunk, frame), Phases())
+    def move(sizes: Mapping[int, Sequence[int]], frames: Sequence[Frame]) -> Iterator[Arrived]:
+        for slot, frame in relay.move(sizes, frames, targets, Phases()):
+            yield slot.source, slot.chunk, frame
 
     return move

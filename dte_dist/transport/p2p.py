@@ -19,7 +19,7 @@ Nothing can block in a circle: the rank that is furthest behind waits only for w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,17 +31,15 @@ from dte_dist.report import Phases
 from dte_dist.transport.buffers import Buffers, Frame, lies_on, write
 from dte_dist.transport.communicator import Communicator, Pending
 
-__all__ = ["PairwiseExchange", "Sized", "TakeFrom"]
+__all__ = ["Arrived", "PairwiseExchange", "Sized"]
 
 _NOBODY: Final = -1
 
 Sized = tuple[int, Frame]
 """A frame and its bytes."""
 
-TakeFrom = Callable[[int, int, Tensor], None]
-"""The receiver's function for one frame: (source, chunk, frame); the tensor stays as it is only if frames are
-kept.
-"""
+Arrived = tuple[int, int, Tensor]
+"""A frame on a target: (source, number, frame)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,10 @@ class PairwiseExchange:
         wire: a group of all sources and receivers; None if that is one rank.
         rank: of this rank in the user's group.
         sources: group ranks of the sources, in the order all ranks agree on.
+
+    Attributes:
+        error: why this rank could not keep the frames of the last `move`, so that not all were given out;
+            None if they were.
     """
 
     def __init__(self, wire: Communicator | None, *, rank: int, sources: Sequence[int]) -> None:
@@ -98,24 +100,22 @@ class PairwiseExchange:
         outgoing: Mapping[int, Sequence[Sized]],
         incoming: Mapping[int, Sequence[int]],
         targets: Sequence[int],
-        take: TakeFrom,
         phases: Phases,
         *,
         keep: bool = False,
-    ) -> Exception | None:
-        """Move the frames of one sync; all sources and all targets must call.
+    ) -> Iterator[Arrived]:
+        """Move the frames of one sync, and yield each on a target; all sources and all targets must call, and
+        go through it to the end.
+
+        A frame stays as it is until the next one only, unless frames are kept.
 
         Args:
             outgoing: on a source, its frames for each target, by chunk, with their sizes; those of no bytes
                 are not sent.
             incoming: on a target, the sizes of the frames of each source, by chunk.
             targets: the receivers, ascending.
-            take: called with each frame on a target; must not raise.
             phases: where the time goes.
-            keep: frames that `take` was called with stay as they are for as long as somebody holds them.
-
-        Returns:
-            Why this rank could not keep its frames, so that `take` was not called with all; None if it was.
+            keep: frames stay as they are for as long as somebody holds them.
         """
         self._incoming.begin()
         sending: deque[Pending] = deque()
@@ -125,7 +125,7 @@ class PairwiseExchange:
                 [(size, frame) for size, frame in outgoing.get(to, ()) if size] if to != self._rank else []
             )
             if source == self._rank:
-                self._hand_over(outgoing[source], take, phases, keep)
+                yield from self._hand_over(outgoing[source], phases, keep)
                 source = _NOBODY
             now = _Round(
                 to,
@@ -140,10 +140,13 @@ class PairwiseExchange:
                     _wait(pending, phases)
                 going = self._start(now, number + 1, sending, phases, keep)
                 if frame is not None and self._incoming.error is None:
-                    with phases("decode"):
-                        take(source, now.chunks[number][0], frame)
+                    yield source, now.chunks[number][0], frame
         for pending in sending:
             _wait(pending, phases)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why frames could not be kept."""
         return self._incoming.error
 
     def _partners(self, step: int, targets: Sequence[int]) -> tuple[int, int]:
@@ -158,14 +161,13 @@ class PairwiseExchange:
             source = self._sources[place] if place < len(self._sources) else _NOBODY
         return to, source
 
-    def _hand_over(self, frames: Sequence[Sized], take: TakeFrom, phases: Phases, keep: bool) -> None:
-        """Take this rank's own frames, wherever they lie."""
+    def _hand_over(self, frames: Sequence[Sized], phases: Phases, keep: bool) -> Iterator[Arrived]:
+        """Yield this rank's own frames, wherever they lie."""
         for chunk, (size, frame) in enumerate(frames):
             if size:
                 with phases("encode"):
                     made = self._made(self._own, 0, (size, frame), keep=keep) if callable(frame) else frame
-                with phases("decode"):
-                    take(self._rank, chunk, made)
+                yield self._rank, chunk, made
 
     def _made(self, buffers: Buffers, number: int, sized: Sized, *, keep: bool = False) -> Tensor:
         """Return a frame, written into a buffer if it is only made now, or does not lie where it travels."""

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist.plan.chunks import FrameSlot
 from dte_dist.report import Phases
 from dte_dist.transport import broadcast as relay
 from dte_dist.transport.broadcast import BucketedBroadcast
@@ -123,10 +122,8 @@ def relayed(
             as_sent(frame_of(rank, number, size), late) for number, size in enumerate(sizes.get(rank, []))
         ]
 
-        def take(parcel: FrameSlot, frame: Tensor, rank: int = rank) -> None:
-            taken[rank].append((parcel.source, parcel.chunk, frame, frame.clone()))
-
-        route.move(sizes, frames, targets, take if rank in targets else None, Phases(), keep=keep)
+        for slot, frame in route.move(sizes, frames, targets, Phases(), keep=keep):
+            taken[rank].append((slot.source, slot.chunk, frame, frame.clone()))
     assert not any(posts.values())
     return taken
 
@@ -161,12 +158,9 @@ def test_a_rank_that_is_alone_takes_its_own_frames(keep: bool) -> None:
     frames = {(0, number): frame_of(0, number, size) for number, size in enumerate(SIZES[0]) if size}
     own = [frames.get((0, number), torch.empty(0, dtype=torch.uint8)) for number in range(len(SIZES[0]))]
 
-    def take(parcel: FrameSlot, frame: Tensor) -> None:
-        taken.append((parcel.source, parcel.chunk, frame, frame.clone()))
-
-    BucketedBroadcast(None, None, rank=0, root=0, bucket_bytes=100).move(
-        {0: SIZES[0]}, own, [0], take, Phases(), keep=keep
-    )
+    route = BucketedBroadcast(None, None, rank=0, root=0, bucket_bytes=100)
+    for slot, frame in route.move({0: SIZES[0]}, own, [0], Phases(), keep=keep):
+        taken.append((slot.source, slot.chunk, frame, frame.clone()))
     check(taken, frames, keep)
     assert memories(taken) > 4 if keep else memories(taken) == 2
 
@@ -184,12 +178,8 @@ def test_what_was_kept_outlives_the_next_delta(keep: bool) -> None:
     taken: list[tuple[int, Tensor]] = []
     for step in range(4):
         frame = frame_of(0, step, 512)
-        lead.move({0: [512]}, [frame], [1], None, Phases(), keep=keep)
-
-        def take(parcel: FrameSlot, frame: Tensor, step: int = step) -> None:
-            taken.append((step, frame))
-
-        follow.move({0: [512]}, [], [1], take, Phases(), keep=keep)
+        assert not list(lead.move({0: [512]}, [frame], [1], Phases(), keep=keep))
+        taken += [(step, got) for _, got in follow.move({0: [512]}, [], [1], Phases(), keep=keep)]
     right = [torch.equal(frame, frame_of(0, step, 512)) for step, frame in taken]
     assert all(right) if keep else sum(right) < 4
 
@@ -218,10 +208,8 @@ def test_frames_between_pairs(late: bool, keep: bool) -> None:
         )
         incoming = {source: SIZES[source] for source in sources} if rank in targets else {}
 
-        def take(source: int, number: int, frame: Tensor, taken: Taken = taken) -> None:
+        for source, number, frame in exchange.move(outgoing, incoming, targets, Phases(), keep=keep):
             taken.append((source, number, frame, frame.clone()))
-
-        exchange.move(outgoing, incoming, targets, take, Phases(), keep=keep)
         mine = {
             (s, number): f
             for (s, to), row in frames.items()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dte_dist import kernels
 from dte_dist.errors import FrameError, SyncFailed
-from dte_dist.plan.chunks import FrameSlot
 from dte_dist.report import Phases
 from dte_dist.transport import broadcast as relay
 from dte_dist.transport.broadcast import BucketedBroadcast
@@ -97,12 +96,9 @@ def check_relay(way: str, poor: int, left: int, late: bool, short: Callable[[int
             as_sent(frame_of(rank, number, size), late) for number, size in enumerate(SIZES.get(rank, []))
         ]
 
-        def take(parcel: FrameSlot, frame: Tensor, rank: int = rank) -> None:
-            taken[rank].append((parcel.source, parcel.chunk, frame, frame.clone()))
-
-        errors[rank] = route.move(
-            SIZES, frames, targets, take if rank in targets else None, Phases(), keep=True
-        )
+        for slot, frame in route.move(SIZES, frames, targets, Phases(), keep=True):
+            taken[rank].append((slot.source, slot.chunk, frame, frame.clone()))
+        errors[rank] = route.error
     assert not any(posts.values()), "all that was sent has been received"
     expected = {
         (source, n): frame_of(source, n, size)
@@ -149,11 +145,10 @@ def test_between_pairs_the_others_get_everything(
         )
         incoming = {source: SIZES[source] for source in sources} if rank in targets else {}
 
-        def take(source: int, number: int, frame: Tensor, taken: Taken = taken) -> None:
-            taken.append((source, number, frame, frame.clone()))
-
         keep = not (late and rank == 1)  # what is only made now is a seed, of which nothing is kept
-        error = exchange.move(outgoing, incoming, targets, take, Phases(), keep=keep)
+        for source, number, frame in exchange.move(outgoing, incoming, targets, Phases(), keep=keep):
+            taken.append((source, number, frame, frame.clone()))
+        error = exchange.error
         mine = {
             (s, number): f
             for (s, to), row in frames.items()
@@ -188,6 +183,13 @@ def test_the_next_sync_starts_anew(short: Callable[[int, int], Short]) -> None:
     }
 
 
+def through(route: Any, moved: Iterator[Any]) -> Exception | None:
+    """Go through what is moved; return the error of the route."""
+    for _ in moved:
+        pass
+    return route.error
+
+
 def nothing(place: Tensor) -> None:
     place.zero_()
 
@@ -203,14 +205,14 @@ def reserving(
         )
         route: Any = BucketedBroadcast(gather, lineage, rank=rank, root=0, bucket_bytes=1000)  # type: ignore[arg-type]
         route.reserve(MOST, receiver=rank == 2)
-        return route, lambda frames: route.move(sizes, frames, targets, lambda *_: None, Phases())
+        return route, lambda frames: through(route, route.move(sizes, frames, targets, Phases()))
     route = PairwiseExchange(Wire(rank, range(3), posts), rank=rank, sources=[0, 1])  # type: ignore[arg-type]
     route.reserve(MOST, receiver=rank == 2)
     incoming = sizes if rank == 2 else {}
 
     def move(frames: Sequence[Any]) -> Any:
         outgoing = {2: list(zip(sizes[rank], frames, strict=True))} if rank < 2 else {}
-        return route.move(outgoing, incoming, targets, lambda *_: None, Phases())
+        return through(route, route.move(outgoing, incoming, targets, Phases()))
 
     return route, move
 
