@@ -64,7 +64,7 @@ class Model:
     def bits(self, width: int) -> np.ndarray:
         """Return what would be sent now."""
         out = torch.zeros(self.totals[width], dtype=BITS[width])
-        cpu.read(self.live(width).flat, 0, out)
+        cpu.read(self.live(width), 0, out)
         return out.numpy()
 
     def set(self, width: int, bits: np.ndarray) -> None:
