@@ -26,7 +26,8 @@ from dte_dist.plan import Plan, TransferOp, remap_delta_indices
 from dte_dist.plan.model_map import RankLayout
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.sync.background import DeltaWork
-from dte_dist.sync.engine import DeltaEngine, reconstruct_against_base
+from dte_dist.sync.engine import DeltaEngine
+from dte_dist.sync.payload_apply import reconstruct_against_base
 from dte_dist.sync.registry import close, invalidate
 from dte_dist.sync.tracker import DeltaTracker
 from dte_dist.sync.warm import warm

@@ -304,7 +304,8 @@ class _Call:
 
     def start(self) -> DeltaWork:
         """Prepare here, so that the bits to send are safe, and run the rest in the background."""
-        channel, modules = self._channel(), [self.module, self.into]
+        channel = self._channel()
+        modules = [self.module, self.into]
 
         def finish() -> SyncReport:
             try:

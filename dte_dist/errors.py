@@ -209,7 +209,8 @@ class PeerLost(DeltaError):
 
     def __init__(self, what: str, *, lost: Iterable[int] = (), late: bool = False, **facts: Any) -> None:
         super().__init__(what, **facts)
-        self.lost, self.late = tuple(lost), late
+        self.lost = tuple(lost)
+        self.late = late
 
 
 class ChannelClosed(DeltaError):

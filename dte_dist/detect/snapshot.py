@@ -82,7 +82,8 @@ class Snapshot(KnownBits):
 
     def __init__(self, totals: Mapping[int, int], device: torch.device, segment: int) -> None:
         self._scratch: dict[int, _ScratchBuffers] = {}
-        self._segment, self._range_segments = segment, _RANGE_SEGMENTS
+        self._segment = segment
+        self._range_segments = _RANGE_SEGMENTS
         super().__init__(totals, device)
 
     def move(self, device: torch.device) -> None:
@@ -126,7 +127,9 @@ class Snapshot(KnownBits):
         # `inconsistent` is True from before the first bit of a wave is taken over until all of the wave is
         # noted, so that whatever breaks off in between (an interrupt at any line, too) leaves a snapshot that
         # is known to be of no version.
-        wave, filled, was_inconsistent = list[Changed](), 0, self.inconsistent
+        wave = list[Changed]()
+        filled = 0
+        was_inconsistent = self.inconsistent
         try:
             for first, length in self._ranges(spans):
                 named = (
@@ -144,7 +147,8 @@ class Snapshot(KnownBits):
                 )
                 if filled >= _BATCH_CHANGES:
                     done = self._record(width, wave)
-                    wave, filled = [], 0
+                    wave = []
+                    filled = 0
                     self.inconsistent = was_inconsistent
                     yield done
         finally:  # also of what was found before a detector failed
@@ -218,7 +222,8 @@ class Snapshot(KnownBits):
         if all(is_few(changed, width) for changed in wave):
             self._undo_log += self._record_sparse(width, wave)
         else:
-            at, old = 0, self._scratch[width].old
+            at = 0
+            old = self._scratch[width].old
             for changed in wave:
                 self._undo_log.append(self.record(width, changed, old[at : at + len(changed)]))
                 at += len(changed)

@@ -114,7 +114,8 @@ class Board:
     """
 
     def __init__(self, store: dist.Store, size: int) -> None:
-        self._store, self._size = dist.PrefixStore("board", store), size
+        self._store = dist.PrefixStore("board", store)
+        self._size = size
         self.found: Verdict | None = None
         self.until: Deadline | None = None
         self._asked: Deadline | None = None

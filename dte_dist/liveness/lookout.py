@@ -53,7 +53,8 @@ def note_opening(membership: Membership) -> None:
 
 def looks(watch: Watch, is_waiting: Callable[[], bool]) -> Iterator[Verdict]:
     """Look around while a wait lasts; yield the verdict whenever there is nothing to wait for."""
-    begin, probed = time.monotonic(), -math.inf
+    begin = time.monotonic()
+    probed = -math.inf
     try:
         while is_waiting():
             now = time.monotonic()
@@ -75,7 +76,8 @@ def _look(watch: Watch, find_gone: Callable[[], set[int]]) -> Verdict | None:
         watch: of the channel.
         find_gone: returns the ranks that are gone, by their connections or by their processes alone.
     """
-    board, rank = watch.board, watch.membership.rank
+    board = watch.board
+    rank = watch.membership.rank
     try:
         if watch.is_opening:
             _learn_who_comes(watch)
@@ -103,7 +105,8 @@ def _learn_who_comes(watch: Watch) -> None:
 
 def _crossing(watch: Watch) -> Verdict | None:
     """Return a verdict if a rank waits elsewhere for this one, and this one for it; may block."""
-    mine, absent = place_of(watch), watch.absent
+    mine = place_of(watch)
+    absent = watch.absent
     waited = watch.waited if absent is None else absent()
     for other in _group(watch).read(rank for rank in waited if rank != mine.rank):
         if wait_for_each_other(mine, other):
@@ -154,7 +157,9 @@ def put_right(watch: Watch, mine: Verdict) -> Verdict:
 
 def place_of(watch: Watch) -> Place:
     """Return where this rank waits."""
-    here, thread, siblings = watch.membership, watch.owner, watch.siblings()
+    here = watch.membership
+    thread = watch.owner
+    siblings = watch.siblings()
     mine = [each for each in siblings if _belongs_to(each, thread)]
     return Place(
         rank=here.rank,

@@ -125,7 +125,8 @@ class Places:
     """
 
     def __init__(self, store: dist.Store, size: int) -> None:
-        self._store, self._size = dist.PrefixStore("at", store), size
+        self._store = dist.PrefixStore("at", store)
+        self._size = size
 
     def say(self, rank: int, places: Sequence[Place]) -> None:
         """Write where the threads of this rank wait; may block."""

@@ -139,7 +139,8 @@ class Membership:
             raise ValueError(
                 "this rank is not a member of the group: call on the members only (after init_process_group)"
             )
-        root, counter = dist.PrefixStore("dte_dist", pg.get_group_store()), f"opened_by/{pg.rank()}"
+        root = dist.PrefixStore("dte_dist", pg.get_group_store())
+        counter = f"opened_by/{pg.rank()}"
 
         def take_number() -> tuple[int, str]:
             root.set(f"process/{pg.rank()}", json.dumps(asdict(Process.this())))
@@ -155,7 +156,8 @@ class Membership:
         except (RuntimeError, TimeoutError) as error:
             raise _no_store() from error
         ranks = tuple(dist.get_process_group_ranks(pg))
-        store, backends = dist.PrefixStore(str(number), root), str(dist.get_backend_config(pg))
+        store = dist.PrefixStore(str(number), root)
+        backends = str(dist.get_backend_config(pg))
         return cls(pg.rank(), pg.size(), ranks, store, backends, timeout, number, name, root)
 
     @property
@@ -188,7 +190,8 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
     """
     mine = watch.membership
     store = dist.PrefixStore("roll", mine.store)
-    is_off, began = False, time.monotonic()
+    is_off = False
+    began = time.monotonic()
 
     def come() -> Sequence[bytes]:
         if watch.is_over():
@@ -273,7 +276,9 @@ class PatientStore(dist.Store):
 
     def __init__(self, store: dist.Store, watch: Watch) -> None:
         super().__init__()
-        self._store, self._watch, self._is_stopped = store, watch, False
+        self._store = store
+        self._watch = watch
+        self._is_stopped = False
         self._limit = math.inf
         self._written: list[str] = []
 
@@ -302,7 +307,8 @@ class PatientStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys, whatever `timeout` says: as long as the class allows."""
-        size, end = self._watch.membership.size, Deadline(self._limit)
+        size = self._watch.membership.size
+        end = Deadline(self._limit)
         _await(self._store, keys, size, lambda: self._is_stopped or end.passed or self._watch.is_over())
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -320,7 +326,8 @@ def _await(store: dist.Store, keys: Sequence[str], size: int, is_off: Callable[[
     Raises:
         RuntimeError: it was called off.
     """
-    pause, most = 0.0005, _PAUSE * max(1.0, size / 64)
+    pause = 0.0005
+    most = _PAUSE * max(1.0, size / 64)
     while not store.check(list(keys)):
         if is_off():
             raise RuntimeError("nobody waits any more")

@@ -74,9 +74,7 @@ _clock: threading.Thread | None = None
 
 
 def _forget_parent() -> None:
-    """Begin anew in a forked child: channels and clock are the parent's, and somebody may have had the
-    lock.
-    """
+    """Begin anew in a forked child: channels and clock are the parent's, and the lock may be held."""
     global _starting, _clock
     _watches.clear()
     _starting, _clock = threading.Lock(), None
@@ -184,9 +182,7 @@ class Watch:
 
     @contextmanager
     def compiling(self) -> Iterator[Callable[[], None]]:
-        """Give something to call once this rank begins to compile: others do not count the time until it
-        ends.
-        """
+        """Give something to call once this rank begins to compile: others do not count that time."""
         said: list[bool] = []
 
         def say() -> None:

@@ -96,7 +96,8 @@ class Contested:
         """Find them among the claims of all sources."""
         speaker, piece = _speakers(claims)
         first = np.flatnonzero(np.diff(piece, prepend=-1))
-        rank, is_plain = claims.rank[speaker], claims.mesh[speaker] < 0
+        rank = claims.rank[speaker]
+        is_plain = claims.mesh[speaker] < 0
         may_differ = np.full(len(first), not claims.members)
         if len(first):
             for here in claims.members:

@@ -96,7 +96,8 @@ def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, 
         [([0], [2], [2])]
     """
     at, home = matching_blocks(source.pieces.slot, receiver.pieces.slot)
-    first, second = source.pieces.table.blocks, receiver.pieces.table.blocks
+    first = source.pieces.table.blocks
+    second = receiver.pieces.table.blocks
     pairs, which = np.unique(
         source.pieces.block[at] * len(second) + receiver.pieces.block[home], return_inverse=True
     )
@@ -105,8 +106,11 @@ def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, 
     if not shared.any():
         return ()
     patterns = _Patterns(overlaps)
-    which, start, target = which[shared], source.starts[at[shared]], receiver.starts[home[shared]]
-    begin, end = start + patterns.begin[which], start + patterns.end[which]
+    which = which[shared]
+    start = source.starts[at[shared]]
+    target = receiver.starts[home[shared]]
+    begin = start + patterns.begin[which]
+    end = start + patterns.end[which]
     order = np.argsort(begin, kind="stable")
     layer = _layers(begin[order], end[order])
     chosen = [order[layer == number] for number in range(int(layer.max()) + 1)]
@@ -176,12 +180,14 @@ class _Patterns:
             counts.append(len(rows) - before)
         self.begin = np.array([0 if overlap is None else overlap.begin for overlap in overlaps], np.int64)
         self.end = np.array([0 if overlap is None else overlap.end for overlap in overlaps], np.int64)
-        self._rows, self._counts = _columns(rows, 5), np.array(counts, np.int64)
+        self._rows = _columns(rows, 5)
+        self._counts = np.array(counts, np.int64)
         self._axes = (*_columns(axes, 2), np.array(self._segment, np.int64), *_columns(self._segments, 3))
 
     def _add(self, axes: tuple[Axis, ...]) -> list[tuple[int, int]]:
         """Add the segments of an overlap's axes; return extent and stride of each."""
-        stride, added = 1, []
+        stride = 1
+        added = []
         for axis in reversed(axes):
             added.append((axis.extent, stride))
             stride *= axis.other
@@ -196,12 +202,16 @@ class _Patterns:
         """
         counts = self._counts[which]
         rows = self._rows[:, _ranges((np.cumsum(self._counts) - self._counts)[which], counts)]
-        start, target = np.repeat(start, counts), np.repeat(target, counts)
+        start = np.repeat(start, counts)
+        target = np.repeat(target, counts)
         begin, end, shift, axis, axes = rows
         shifted = axes == 0
-        begin, end, shift = begin + start, end + start, shift + target - np.where(shifted, start, 0)
+        begin = begin + start
+        end = end + start
+        shift = shift + target - np.where(shifted, start, 0)
         joined = (begin[1:] == end[:-1]) & (shift[1:] == shift[:-1]) & shifted[1:] & shifted[:-1]
-        first, last = np.append(True, ~joined), np.append(~joined, True)
+        first = np.append(True, ~joined)
+        last = np.append(~joined, True)
         return IndexMap(
             begin[first], end[last], shift[first], start[first], axis[first], axes[first], *self._axes
         )

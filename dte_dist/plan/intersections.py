@@ -65,7 +65,8 @@ def pair_space(source: FlatSpace, receiver: FlatSpace) -> FlatSpace:
         table,
     )
     kept = number >= 0
-    slot, number = source.pieces.slot[at[kept]], number[kept]
+    slot = source.pieces.slot[at[kept]]
+    number = number[kept]
     # A receiver that holds a tied tensor under two names meets the source twice; the elements travel once.
     first = np.sort(np.unique(slot * (len(table) + 1) + number, return_index=True)[1])
     pieces = Pieces(table, slot[first], np.full(len(first), -1, np.int64), number[first])

@@ -131,7 +131,8 @@ class ModelMap:
         for side in (self.source_spaces, self.receiver_spaces):
             for rank, spaces in side.items():
                 for width, space in spaces.items():
-                    pieces, table = space.pieces, space.pieces.table
+                    pieces = space.pieces
+                    table = space.pieces.table
                     if id(table) not in tables:
                         tables[id(table)] = hashlib.blake2b(
                             repr(table.blocks).encode(), digest_size=16
@@ -232,7 +233,9 @@ class ModelMap:
         """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks
         of a slot tile it.
         """
-        slot, block, rank = claims.slot, claims.block, claims.rank
+        slot = claims.slot
+        block = claims.block
+        rank = claims.rank
         first = choose_contributors(slot, block, claims.mesh >= 0)
         table = next(iter(held.values())).table
         gap = first_gap([slot.numel for slot in self.slots], slot[first], block[first], table)
@@ -310,7 +313,8 @@ def _castable(entry: Entry, wanted: str, named: bool, ranks: Sequence[int]) -> s
     """Return the dtype in which a source's entry shall travel; refuse casts that would make no sense, or
     surprise unless named.
     """
-    source, target = getattr(torch, entry.dtype), getattr(torch, wanted)
+    source = getattr(torch, entry.dtype)
+    target = getattr(torch, wanted)
     sensible = source.is_floating_point and target.is_floating_point and (target.itemsize > 1 or named)
     if wanted != entry.dtype and not sensible:
         hint = "cast it in the trainer and sync the result, or give both sides one dtype"

@@ -99,13 +99,16 @@ def _shared(x: Runs, y: Runs) -> Iterator[tuple[int, int, int, int]]:
     i = j = at_x = at_y = 0
     while i < len(x) and j < len(y):
         (x0, xn), (y0, yn) = x[i], y[j]
-        low, high = max(x0, y0), min(x0 + xn, y0 + yn)
+        low = max(x0, y0)
+        high = min(x0 + xn, y0 + yn)
         if high > low:
             yield low, high - low, at_x + low - x0, at_y + low - y0
         if x0 + xn <= y0 + yn:
-            i, at_x = i + 1, at_x + xn
+            i = i + 1
+            at_x = at_x + xn
         else:
-            j, at_y = j + 1, at_y + yn
+            j = j + 1
+            at_y = at_y + yn
 
 
 def axis_of(x: Runs, y: Runs) -> Axis:

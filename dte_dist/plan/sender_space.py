@@ -65,7 +65,8 @@ class PartSpace:
     @classmethod
     def of(cls, width: int, parts: Mapping[int, Part]) -> PartSpace:
         """Lay parts end to end, given by their places among all parts; each has a slot of its own."""
-        held, whole = [], []
+        held = []
+        whole = []
         for slot, (place, part) in enumerate(parts.items()):
             held.append(Piece(slot, place, part.block))
             whole.append(Piece(slot, place, Block.whole(part.slot.shape)))

@@ -154,7 +154,8 @@ class TransferOps(Sequence[TransferOp]):
     """
 
     def __init__(self, slots: Sequence[Slot], groups: Iterable[Group], boxes: Boxes) -> None:
-        self.slots, self.boxes = slots, boxes
+        self.slots = slots
+        self.boxes = boxes
         self.groups = [group for group in groups if len(group.box)]
         places = ((slot, group, at) for group in self.groups for at, slot in enumerate(group.slots.tolist()))
         self._places = sorted(places, key=lambda place: place[0])
@@ -199,7 +200,8 @@ class TransferOps(Sequence[TransferOp]):
         return next(self._ops(slot, group.where(wanted), at))
 
     def _ops(self, slot: int, group: Group, at: int) -> Iterator[TransferOp]:
-        name, boxes = self.slots[slot].name, self.boxes.boxes
+        name = self.slots[slot].name
+        boxes = self.boxes.boxes
         for sender, entry, receiver, home, box in zip(
             *group.send.columns(at), *group.recv.columns(at), group.box.tolist(), strict=True
         ):
@@ -219,7 +221,8 @@ class TransferOps(Sequence[TransferOp]):
 
     def traffic(self) -> dict[tuple[int, int], int]:
         """Return the bytes from rank to rank, by (sender, receiver)."""
-        ends, sizes = [np.zeros((2, 0), np.int64)], [np.zeros(0, np.int64)]
+        ends = [np.zeros((2, 0), np.int64)]
+        sizes = [np.zeros(0, np.int64)]
         widths = np.array([slot.width for slot in self.slots], np.int64)
         for group in self.groups:
             ends.append(np.stack([group.send.ranks[group.send.row], group.recv.ranks[group.recv.row]]))
@@ -231,10 +234,8 @@ class TransferOps(Sequence[TransferOp]):
 
     def digest(self) -> bytes:
         """Return 16 bytes that differ when the slots or the ops differ, however the ops are grouped."""
-        total, known = (
-            hashlib.blake2b(digest_size=16),
-            {id(group): self._content(group) for group in self.groups},
-        )
+        total = hashlib.blake2b(digest_size=16)
+        known = {id(group): self._content(group) for group in self.groups}
         total.update(repr([(slot.name, slot.shape, slot.dtype) for slot in self.slots]).encode())
         for slot, group, at in self._places:
             content, *entries = known[id(group)]
@@ -245,7 +246,8 @@ class TransferOps(Sequence[TransferOp]):
 
     def _content(self, group: Group) -> tuple[bytes, np.ndarray, np.ndarray]:
         """Return the digest of what the slots of a group have in common, and their entries."""
-        send, recv = group.send.used(), group.recv.used()
+        send = group.send.used()
+        recv = group.recv.used()
         columns = [send.ranks, recv.ranks, send.row, recv.row]
         boxes = [
             [(each.start, each.stop) for part in self.boxes.boxes[box] for each in part]

@@ -12,80 +12,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import pairwise
 from typing import Final, Literal, NoReturn
-
-import numpy as np
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block, Layout, Manifest
+from dte_dist.plan.block_overlap import BlockOverlap, Held
 from dte_dist.plan.coverage import disjoint
-from dte_dist.plan.flat_space import BlockTable, FlatSpace, Pieces
 from dte_dist.plan.model_map import ModelMap, RankLayout, Slot
-from dte_dist.plan.overlap import axis_of
-from dte_dist.plan.transfer_ops import Box, Boxes, Ends, Group, TransferOp, TransferOps
+from dte_dist.plan.transfer_ops import Box, TransferOp, TransferOps
 from dte_dist.report import format_bytes
 
-__all__ = ["ROUTES", "Held", "Plan", "RouteName", "TransferOp"]
+__all__ = ["ROUTES", "Plan", "RouteName", "TransferOp"]
 
 RouteName = Literal["broadcast", "p2p"]
 ROUTES: Final[tuple[RouteName, ...]] = ("broadcast", "p2p")
 """The ways that changes take; a control row names one by its index."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """The pieces of several ranks as columns, in order of slot, rank and entry.
-
-    Attributes:
-        table: the numbered blocks.
-        slot, rank, entry, block: of each piece.
-        borders: int64[slots + 1]: where the pieces of each slot begin.
-    """
-
-    table: BlockTable
-    slot: np.ndarray
-    rank: np.ndarray
-    entry: np.ndarray
-    block: np.ndarray
-    borders: np.ndarray
-
-    @classmethod
-    def of(cls, spaces: Mapping[int, Mapping[int, FlatSpace]], slots: int) -> Held:
-        """Collect the pieces of the flat spaces of ranks."""
-        pieces = [
-            (rank, space.pieces) for rank, widths in sorted(spaces.items()) for space in widths.values()
-        ]
-        table = pieces[0][1].table if pieces else BlockTable()
-        columns = [
-            np.stack([each.slot, np.full(len(each), rank), each.entry, each.block]) for rank, each in pieces
-        ]
-        joined = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
-        joined = joined[:, np.argsort(joined[0], kind="stable")]
-        slot, rank, entry, block = joined
-        return cls(table, slot, rank, entry, block, np.searchsorted(slot, np.arange(slots + 1)))
-
-    def of_rank(self, rank: int) -> Pieces:
-        """Return the pieces of one rank."""
-        mine = self.rank == rank
-        return Pieces(self.table, self.slot[mine], self.entry[mine], self.block[mine])
-
-    def blocks_of(self, rank: int) -> dict[tuple[int, int], Block]:
-        """Return what a rank holds, by number of the slot and entry."""
-        return {(piece.slot, piece.entry): piece.block for piece in self.of_rank(rank)}
-
-    def at(self, slot: int) -> slice:
-        """Return where the pieces of a slot are."""
-        return slice(int(self.borders[slot]), int(self.borders[slot + 1]))
-
-    def key(self, slot: int) -> bytes:
-        """Return what tells apart slots that are held by other ranks or in other blocks."""
-        return self.rank[self.at(slot)].tobytes() + self.block[self.at(slot)].tobytes()
-
-    def entries(self, slots: np.ndarray) -> np.ndarray:
-        """Return int64[slots, pieces]: the entries of slots that are held alike."""
-        first = self.at(int(slots[0]))
-        return self.entry[self.borders[slots][:, None] + np.arange(first.stop - first.start)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +109,7 @@ class Plan:
             for rank, spaces in model.source_spaces.items()
         }
         return cls(
-            _BlockOverlap(sent, held).ops(model.slots),
+            BlockOverlap(sent, held).ops(model.slots),
             model.slots,
             sent,
             held,
@@ -204,7 +146,8 @@ class Plan:
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
             >>> dte_dist.Plan.between({0: layout}, {1: layout}).validate()
         """
-        columns, left = self._columns, set(self.held.slot.tolist())
+        columns = self._columns
+        left = set(self.held.slot.tolist())
         tiled: dict[tuple[int, bytes], bool] = {}
         for group in columns.groups:
             recv = group.recv.used()
@@ -212,10 +155,8 @@ class Plan:
             keys = [row.tobytes() for row in rows]
             for at, slot in enumerate(group.slots.tolist()):
                 left.discard(slot)
-                name, filled = (
-                    columns.slots[slot].name,
-                    zip(recv.ranks.tolist(), recv.entries[at].tolist(), strict=True),
-                )
+                name = columns.slots[slot].name
+                filled = zip(recv.ranks.tolist(), recv.entries[at].tolist(), strict=True)
                 _same_tensors(name, self._tensors(slot), set(filled))
                 for row, block in enumerate(self.held.block[self.held.at(slot)].tolist()):
                     key = block, keys[row]
@@ -239,7 +180,7 @@ class Plan:
             >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
             >>> dte_dist.Plan.between({0: layout}, {1: layout}).refuse_other_ops()
         """
-        if _BlockOverlap(self.sent, self.held).ops(self.slots).digest() != self.digest():
+        if BlockOverlap(self.sent, self.held).ops(self.slots).digest() != self.digest():
             what, hint = (
                 "the ops of a plan are not those of its blocks",
                 "take all ops of Plan.between, as they are",
@@ -330,7 +271,8 @@ class Plan:
         """Return the dense bytes that each rank sends, and those that each receives."""
         if route not in ROUTES:
             raise ValueError(f'a route is "broadcast" or "p2p", not {route!r}')
-        sent, received = Counter[int](), Counter[int]()
+        sent = Counter[int]()
+        received = Counter[int]()
         for (sender, receiver), nbytes in (self._traffic if route == "p2p" else self._relayed()).items():
             if sender != receiver:
                 sent[sender] += nbytes
@@ -339,72 +281,12 @@ class Plan:
 
     def _relayed(self) -> dict[tuple[int, int], int]:
         """Return the bytes from rank to rank when the root gathers and a chain of receivers passes on."""
-        root, everything = next(iter(self.contributed)), sum(self.contributed.values())
+        root = next(iter(self.contributed))
+        everything = sum(self.contributed.values())
         line = [root, *sorted(set(self.held.rank.tolist()) - {root})]
         return {(source, root): nbytes for source, nbytes in self.contributed.items()} | dict.fromkeys(
             pairwise(line), everything
         )
-
-
-class _BlockOverlap:
-    """The ops between what sources contribute and receivers hold: each pair of blocks is looked at once, if
-    its bounds meet.
-    """
-
-    def __init__(self, sent: Held, held: Held) -> None:
-        self._sent, self._held, self._boxes = sent, held, Boxes()
-        self._known: dict[tuple[int, int], range] = {}
-        self._bounds = [_bounds(side.table.blocks) for side in (sent, held)]
-
-    def ops(self, slots: tuple[Slot, ...]) -> TransferOps:
-        alike: dict[tuple[bytes, bytes], list[int]] = {}
-        for slot in range(len(slots)):
-            alike.setdefault((self._sent.key(slot), self._held.key(slot)), []).append(slot)
-        return TransferOps(
-            slots, [self._group(np.array(same, np.int64)) for same in alike.values()], self._boxes
-        )
-
-    def _group(self, slots: np.ndarray) -> Group:
-        here, there = self._sent.at(int(slots[0])), self._held.at(int(slots[0]))
-        a, b = self._sent.block[here], self._held.block[there]
-        (low_a, high_a), (low_b, high_b) = self._bounds[0][:, a, None], self._bounds[1][:, None, b]
-        i, j = np.nonzero(np.all((low_a < high_b) & (low_b < high_a), axis=-1))
-        found = [self._between(*pair) for pair in zip(a[i].tolist(), b[j].tolist(), strict=True)]
-        counts = np.array([len(each) for each in found], np.int64)
-        send = Ends(self._sent.rank[here], self._sent.entries(slots), np.repeat(i, counts))
-        recv = Ends(self._held.rank[there], self._held.entries(slots), np.repeat(j, counts))
-        return Group(slots, send, recv, np.array(list(chain.from_iterable(found)), np.int64))
-
-    def _between(self, a: int, b: int) -> range:
-        """Return the numbers of the pairs of slices by which block `a` of a source becomes block `b` of a
-        receiver.
-        """
-        if (a, b) not in self._known:
-            self._known[a, b] = self._boxes.add(
-                _boxes(self._sent.table.blocks[a], self._held.table.blocks[b])
-            )
-        return self._known[a, b]
-
-
-def _boxes(a: Block, b: Block) -> list[Box]:
-    """Return the slices of two local tensors that are equal elements, in the order of the first."""
-    boxes = []
-    for parts in product(*(axis_of(x, y).segments for x, y in zip(a.runs, b.runs, strict=True))):
-        train = tuple(slice(at, at + length) for at, length, _ in parts)
-        boxes.append((train, tuple(slice(other, other + length) for _, length, other in parts)))
-    return boxes
-
-
-def _bounds(blocks: Sequence[Block]) -> np.ndarray:
-    """Return int64[2, blocks, dimensions]: where the runs of each block begin and end; [0, 1) for dimensions
-    it has not.
-    """
-    bounds = np.zeros((2, len(blocks), max((len(block.runs) for block in blocks), default=0)), np.int64)
-    bounds[1] = 1
-    for number, block in enumerate(blocks):
-        bounds[0, number, : len(block.runs)] = [runs[0][0] for runs in block.runs]
-        bounds[1, number, : len(block.runs)] = [sum(runs[-1]) for runs in block.runs]
-    return bounds
 
 
 def _holding(given: Layout | RankLayout, known: list[Manifest]) -> RankLayout:

@@ -277,7 +277,8 @@ def _connected(described: Sequence[Description], coordinates: Sequence[list[Any]
         {mesh.ranks for mesh, place in zip(said.manifest.meshes, where[0], strict=True) if place is not None}
         for said, where in zip(described, coordinates, strict=True)
     ]
-    found, reached = {0}, set(meshes[0])
+    found = {0}
+    reached = set(meshes[0])
     while True:
         more = {rank for rank, held in enumerate(meshes) if held & reached} - found
         if not more:
@@ -307,7 +308,8 @@ def _unflatten(
     for manifest in said.manifests:
         places: list[tuple[int, ...] | None] = []
         for mesh in manifest.meshes if manifest is not None else ():
-            place, left = tuple(left[: len(mesh.shape)]), left[len(mesh.shape) :]
+            place = tuple(left[: len(mesh.shape)])
+            left = left[len(mesh.shape) :]
             inside = all(0 <= at < size for at, size in zip(place, mesh.shape, strict=True))
             if not inside and set(place) != {-1}:
                 what = "a rank is at no place of a mesh"

@@ -53,7 +53,8 @@ class Abandoned(Exception):
         hint = "call again; a new channel opens"
         if self.verdict.kind == "left":
             return ChannelClosed(self.verdict.text, ranks=self.verdict.ranks, hint=hint)
-        lost, is_late = self.verdict.ranks, self.verdict.kind == "late"
+        lost = self.verdict.ranks
+        is_late = self.verdict.kind == "late"
         return PeerLost(f"the other ranks had left the channel: {self}", lost=lost, late=is_late, hint=hint)
 
 
@@ -84,12 +85,15 @@ class Channel:
         wires: Sequence[Communicator],
         devices: Collection[torch.device],
     ) -> None:
-        self.options, self.parts, self.devices = options, parts, devices
+        self.options = options
+        self.parts = parts
+        self.devices = devices
         self.rank = parts.control.rank
         self.broken: str | None = None
         self.in_step = True
         self._pid = os.getpid()
-        self.watch, self._wires = watch, wires
+        self.watch = watch
+        self._wires = wires
 
     def into(self) -> Any:
         """Return the module that this rank receives into, if it is not the channel's own; None if it is
@@ -134,7 +138,8 @@ class Channel:
         self.in_step = False
         phases = Phases()
         self.watch.call()
-        source, receiver = self.parts.source, self.parts.receiver
+        source = self.parts.source
+        receiver = self.parts.receiver
         reason, error = 0, None
         chosen: Chosen = "broadcast", ""
         try:
@@ -145,10 +150,8 @@ class Channel:
             chosen = self.parts.routes.choose(options["route"])
             route = self.parts.routes[chosen[0]]
             if source is not None:
-                version, selector = (
-                    options["version"] or source.state.version + 1,
-                    selector_of(options, self.parts.speed.bytes_per_second),
-                )
+                version = options["version"] or source.state.version + 1
+                selector = selector_of(options, self.parts.speed.bytes_per_second)
                 source.prepare(
                     version, bool(reason), phases, options["detector"], route.lanes, selector=selector
                 )
@@ -247,7 +250,8 @@ class Channel:
         """Return why this source prepares a full sync, as a number of `REASONS`; 0 for a delta."""
         if self.parts.source is None:
             return 0
-        state, anchor = self.parts.source.state, self.options["anchor_interval"]
+        state = self.parts.source.state
+        anchor = self.options["anchor_interval"]
         if state.version == NONE:
             return REASONS.index(
                 "first sync" if state.newest == NONE else "no version since a sync broke off"
@@ -266,7 +270,8 @@ class Channel:
         return receiver.state.seed_reason if receiver.state.version == NONE else ASKED
 
     def _row(self, error: Exception | None, version: int | None, reason: int, asked: bool) -> ControlRow:
-        source, receiver = self.parts.source, self.parts.receiver
+        source = self.parts.source
+        receiver = self.parts.receiver
         return ControlRow(
             failed=int(error is not None),
             is_source=int(source is not None),

@@ -13,7 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from dte_dist.errors import VersionError, VersionReplay
+from dte_dist.errors import LayoutMismatch, VersionError, VersionReplay
+from dte_dist.plan.transfer_plan import ROUTES
 from dte_dist.sync.version import NONE
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "WRITTEN",
     "ControlRow",
     "Decision",
+    "check_calls",
     "common_version",
     "decide",
 ]
@@ -110,6 +112,26 @@ SEED_REASONS: Final = (
     "a verification found other bits",
 )
 """Why a receiver gave up its version."""
+
+
+def check_calls(rows: Sequence[ControlRow]) -> None:
+    """Refuse to go on where ranks called different things."""
+    for asked, names, hint in (
+        (
+            {row.call: rank for rank, row in enumerate(rows)},
+            CALLS,
+            "make the same calls in the same order on every rank",
+        ),
+        (
+            {row.route: rank for rank, row in enumerate(rows)},
+            ROUTES,
+            "call the same collective, with the same route=, on every rank",
+        ),
+    ):
+        if len(asked) > 1:
+            said = ", ".join(f"{names[number]} on rank {rank}" for number, rank in sorted(asked.items()))
+            what = "ranks ask for different routes" if names is ROUTES else "ranks make different calls"
+            raise LayoutMismatch(what, ranks=sorted(asked.values()), got=said, hint=hint)
 
 
 def common_version(rows: Sequence[ControlRow]) -> tuple[int, tuple[int, ...]]:

@@ -80,8 +80,10 @@ class Description:
         if any(type(flag) is not bool for flag in (said["partial"], said["nccl"], own, other)):
             raise ValueError("partial, nccl or trained is neither true nor false")
         _check_options(said["options"], size)
-        first, second = Manifest.from_bytes(manifest), Manifest.from_bytes(into) if into else None
-        wire, flags = _wire(said["wire"]), (said["partial"], said["nccl"])
+        first = Manifest.from_bytes(manifest)
+        second = Manifest.from_bytes(into) if into else None
+        wire = _wire(said["wire"])
+        flags = (said["partial"], said["nccl"])
         return cls(said["options"], wire, *flags, (own, other), first, second)
 
     @property
@@ -117,7 +119,8 @@ def _parts(data: bytes) -> tuple[bytes, bytes, bytes]:
     sizes = np.frombuffer(data[:_HEAD], np.int64).tolist()
     if min(sizes) < 0 or sum(sizes) != len(data) - _HEAD:
         raise ValueError(f"its parts have {', '.join(map(str, sizes))} bytes, all of it {len(data)}")
-    first, second = _HEAD + sizes[0], _HEAD + sizes[0] + sizes[1]
+    first = _HEAD + sizes[0]
+    second = _HEAD + sizes[0] + sizes[1]
     return data[_HEAD:first], data[first:second], data[second:]
 
 
@@ -125,7 +128,8 @@ def _check_options(said: Any, size: int) -> None:
     """Check that options are some that a call can have."""
     if not isinstance(said, dict) or said.keys() != shared(options_of()).keys():
         raise ValueError("its options are others")
-    sources, timeout = said["src"], said["timeout"]
+    sources = said["src"]
+    timeout = said["timeout"]
     if sources is not None and not (
         isinstance(sources, list)
         and sources

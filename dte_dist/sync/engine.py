@@ -18,28 +18,25 @@ thread per side.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from dte_dist.codec.header import NONE
 from dte_dist.codec.named_tensors import Change, Payload, check_version, read_payload
 from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
-from dte_dist.layout.named import NamedTensors, Slots, named, refuse_difference
+from dte_dist.layout.named import Slots, refuse_difference
 from dte_dist.plan import Plan
-from dte_dist.sync.named_changes import segments_of
 from dte_dist.sync.named_sides import Given, Incoming, PlannedTensors, WholeTensors
+from dte_dist.sync.payload_apply import stage
 from dte_dist.sync.tracker import DeltaTracker
 from dte_dist.sync.version import VersionState
 from dte_dist.sync.versioned_copy import VersionedCopy
 from dte_dist.transport.base import TIMEOUT, Transport, check_timeout
 
-__all__ = ["DeltaEngine", "Staged", "apply_payload", "reconstruct_against_base"]
+__all__ = ["DeltaEngine", "Staged"]
 
 _IN_FULL = "push a full version: push(..., full=True)"
 
@@ -125,7 +122,9 @@ class DeltaEngine:
         wrong = isinstance(anchor_interval, bool) or not isinstance(anchor_interval, int | None)
         if wrong or (anchor_interval is not None and anchor_interval < 1):
             raise ValueError(f"anchor_interval is a positive int or None, not {anchor_interval!r}")
-        self._transport, self._mode, self._anchor = transport, mode, anchor_interval
+        self._transport = transport
+        self._mode = mode
+        self._anchor = anchor_interval
         self._timeout = check_timeout(timeout)
         self._side = _side(plan, rank)
         self.tracker = DeltaTracker(
@@ -304,7 +303,7 @@ class DeltaEngine:
             if not is_full:
                 self._refuse_written(copy)
             for payload, changes in staged.parts:
-                _stage(copy, incoming, payload.sender, changes)
+                stage(copy, incoming, payload.sender, changes)
             self._write(copy, incoming, staged)
         finally:
             copy.rollback()
@@ -345,7 +344,8 @@ class DeltaEngine:
         lineage.
         """
         fault: tuple[type[VersionError], str] | None = None
-        held, lineage = self._state.version, self._lineages.get(payload.sender, 0)
+        held = self._state.version
+        lineage = self._lineages.get(payload.sender, 0)
         if held == NONE:
             fault = None if payload.full else (VersionGap, "a delta came before anything it could start from")
         elif payload.version <= held and _differ(payload.lineage, lineage):
@@ -372,75 +372,9 @@ class DeltaEngine:
             )
 
 
-def _stage(copy: VersionedCopy, incoming: Incoming, sender: int, changes: Sequence[Change]) -> None:
-    """Stage the changes of one sender in each space of their width."""
-    for width, segment in segments_of(changes, incoming.senders[sender]):
-        for number, space in incoming.spaces.items():
-            if space.width == width:
-                copy.stage(number, sender, segment)
-
-
 def _differ(one: int, other: int) -> bool:
     """Return whether two lineages are known to be different ones."""
     return one != other and 0 not in (one, other)
-
-
-def reconstruct_against_base(payload: Payload, base_tensors: NamedTensors) -> dict[str, Tensor]:
-    """Return the tensors that a payload makes of a base, in full.
-
-    Args:
-        payload: full or a delta; that the base is its base version is the caller's to know.
-        base_tensors: pairs or a mapping; they are left as they are.
-
-    Returns:
-        By name, new contiguous tensors on the devices of the base, which share no memory with base or
-        payload.
-
-    Raises:
-        FrameError, LayoutMismatch: the payload is damaged or does not fit the base; names the tensor.
-
-    Example:
-        >>> tracker, weights = dte_dist.DeltaTracker(), {"w": torch.ones(2)}
-        >>> payload = tracker.diff(weights, version=1)
-        >>> dte_dist.reconstruct_against_base(payload, {"w": torch.zeros(2)})
-        {'w': tensor([1., 1.])}
-    """
-    base, changes, side = named(base_tensors), read_payload(payload), WholeTensors()
-    local, incoming = side.targets(base)
-    side.check(payload, changes, incoming, local.tensors)
-    whole = {change.name for change in changes if change.positions is None}
-    made = {name: _copy(tensor, filled=name not in whole) for name, tensor in base.items()}
-    apply_payload(payload, made)
-    return made
-
-
-def apply_payload(payload: Payload, tensors: Mapping[str, Tensor]) -> None:
-    """Write a payload into named tensors in place, whatever version they hold; all checks come first.
-
-    Raises:
-        FrameError, LayoutMismatch: the payload is damaged or does not fit the tensors; names the tensor.
-
-    Example:
-        >>> weights = {"w": torch.zeros(2)}
-        >>> apply_payload(dte_dist.payload_of({"w": torch.ones(2)}, version=1), weights)
-        >>> weights["w"]
-        tensor([1., 1.])
-    """
-    changes, side = read_payload(payload), WholeTensors()
-    local, incoming = side.targets(tensors)
-    side.check(payload, changes, incoming, local.tensors)
-    copy = VersionedCopy(incoming.spaces, list(incoming.slots))
-    copy.begin_with(lambda: local, incoming.index_maps)
-    _stage(copy, incoming, payload.sender, changes)
-    copy.apply()
-
-
-def _copy(tensor: Tensor, *, filled: bool) -> Tensor:
-    """Return a contiguous tensor of the same kind, with the same bits if it is to be filled."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if filled:
-        copy.copy_(tensor.detach())
-    return copy
 
 
 def _side(plan: Plan | None, rank: int | None) -> WholeTensors | PlannedTensors:

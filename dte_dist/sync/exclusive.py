@@ -44,7 +44,8 @@ class _Call:
 
     def __init__(self) -> None:
         self.thread = _here.__dict__.setdefault("thread", object())
-        self.over, self.ended = False, threading.Event()
+        self.over = False
+        self.ended = threading.Event()
 
 
 _here = threading.local()

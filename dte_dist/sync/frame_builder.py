@@ -86,7 +86,8 @@ class Lanes:
     """
 
     def __init__(self, source: int, lanes: Sequence[Lane]) -> None:
-        self._source, self._lanes = source, lanes
+        self._source = source
+        self._lanes = lanes
         self.chunks = [(lane, chunk) for lane in lanes for chunk in lane.chunks]
 
     def builder(
@@ -144,7 +145,8 @@ class FrameBuilder:
 
     def __init__(self, lanes: Sequence[_DirectLane | _TranslatedLane], common: _Common) -> None:
         self.codecs: Counter[str] = Counter()
-        self._lanes, self._selector = lanes, common.selector
+        self._lanes = lanes
+        self._selector = common.selector
         self._codecs = kernels.on(common.known.device)
 
     def add(self, width: int, changed: Changed) -> None:
@@ -173,7 +175,8 @@ class _DirectLane:
 
     def __init__(self, lane: Lane, common: _Common) -> None:
         self.codecs: Counter[str] = Counter()
-        self._lane, self._common = lane, common
+        self._lane = lane
+        self._common = common
         self._frames: list[Tensor] = []
         self._writer: FrameWriter | None = None
 
@@ -183,7 +186,8 @@ class _DirectLane:
         (cuts,) = _cut(segments, changed.positions, changed.first)
         writer = self._writer = self._writer or self._next()
         for cut in cuts:
-            positions, before = changed.positions, cut.first - changed.first
+            positions = changed.positions
+            before = cut.first - changed.first
             if positions is not None and len(cuts) > 1:
                 positions = positions[cut.here] - before if before else positions[cut.here]
             whole = partial(self._lane.fetch, width, cut.first, cut.length, self._common.known)
@@ -222,7 +226,8 @@ class _Found:
 
     def sorted(self) -> tuple[Tensor, Tensor]:
         """Return all positions, ascending, and their values."""
-        positions, values = torch.cat(self.positions), torch.cat(self.values)
+        positions = torch.cat(self.positions)
+        values = torch.cat(self.values)
         # Where a source holds parts of a slot out of order.
         if not bool((positions[1:] > positions[:-1]).all()):
             positions, order = positions.sort()
@@ -235,7 +240,9 @@ class _TranslatedLane:
 
     def __init__(self, lane: Lane, into: Mapping[int, Sequence[IndexMap]], common: _Common) -> None:
         self.codecs: Counter[str] = Counter()
-        self._lane, self._into, self._common = lane, into, common
+        self._lane = lane
+        self._into = into
+        self._common = common
         self._found: dict[int, _Found] = {}
 
     def add(self, width: int, changed: Changed, values: Tensor, *, relative: bool) -> None:
@@ -270,7 +277,8 @@ class _TranslatedLane:
         for chunk, cuts in zip(chunks, _cut(groups, positions, 0), strict=True):
             writer = self._common.writer(self._lane, chunk)
             for cut in cuts:
-                here, held = (positions[cut.here] - cut.first).to(torch.int32), values[cut.here]
+                here = (positions[cut.here] - cut.first).to(torch.int32)
+                held = values[cut.here]
                 wide = widen(held) if relative else held
                 whole = partial(self._lane.fetch, chunk.width, cut.first, cut.length, self._common.known)
                 writer.add(cut.first, cut.length, here, wide, relative=relative, whole=whole)
@@ -298,7 +306,8 @@ def _cut(
         origin: what they count from.
     """
     segments = [segment for group in groups for segment in group]
-    left, at = iter(_counts(segments, positions, origin)), 0
+    left = iter(_counts(segments, positions, origin))
+    at = 0
     for group in groups:
         cuts: list[_Cut] = []
         for first, length, count in merge_segments(group, itertools.islice(left, len(group))):
@@ -341,13 +350,19 @@ def merge_segments(
         >>> list(merge_segments([(0, 10), (10, 10), (20, 5)], [300, 400, 5000]))
         [(0, 20, 700), (20, 5, 5000)]
     """
-    first, end, total, parts = 0, 0, 0, 0
+    first = 0
+    end = 0
+    total = 0
+    parts = 0
     for (start, length), count in zip(segments, counts, strict=True):
         if parts and not (start + length - first <= _MAX_ELEMENTS and _is_alike(total, parts, count)):
             yield first, end - first, total
             parts = 0
         if not parts:
-            first, total = start, 0
-        end, total, parts = start + length, total + count, parts + 1
+            first = start
+            total = 0
+        end = start + length
+        total = total + count
+        parts = parts + 1
     if parts:
         yield first, end - first, total

@@ -57,7 +57,9 @@ class NamedTensorBuilder:
     """
 
     def __init__(self, space: SenderSpace, known: Snapshot, sparse_bytes_ratio: float) -> None:
-        self._space, self._known, self._ratio = space, known, sparse_bytes_ratio
+        self._space = space
+        self._known = known
+        self._ratio = sparse_bytes_ratio
         self._found: dict[int, _Found] = {}
 
     def add(self, width: int, changed: Changed) -> None:
@@ -72,14 +74,17 @@ class NamedTensorBuilder:
 
     def _of_width(self, width: int, found: _Found) -> Iterator[Change]:
         space = self._space.widths[width]
-        positions, bits = torch.cat(found.positions), torch.cat(found.bits)
+        positions = torch.cat(found.positions)
+        bits = torch.cat(found.bits)
         bounds = kernels.on(positions.device).searchsorted(positions, space.held.starts.tolist())
         counts = np.diff(bounds)
         changed = np.flatnonzero(counts).tolist()
         in_slots = _in_slots(space, positions, counts)
         for number in changed:
-            part, here = space.parts[number], slice(bounds[number], bounds[number + 1])
-            numel, dtype = part.block.numel, part.slot.torch_dtype
+            part = space.parts[number]
+            here = slice(bounds[number], bounds[number + 1])
+            numel = part.block.numel
+            dtype = part.slot.torch_dtype
             if counts[number] * (4 + width) > self._ratio * numel * width:
                 yield Change(part.name, None, whole_part(self._known, space, number).clone())
             else:

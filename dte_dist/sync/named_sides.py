@@ -202,7 +202,9 @@ class PlannedTensors:
     def __init__(self, plan: Plan, rank: int) -> None:
         plan.validate()
         plan.refuse_other_ops()
-        self._plan, self._rank, self._digest = plan, rank, plan.digest()
+        self._plan = plan
+        self._rank = rank
+        self._digest = plan.digest()
         self._numbers = {slot.name: number for number, slot in enumerate(plan.slots)}
         self.senders: Sequence[int] = tuple(
             sender for sender in plan.contributed if plan.bytes_between(sender, rank)
@@ -301,7 +303,8 @@ class PlannedTensors:
                 for shape, part in ((slot.shape, expected), (entry.shape, block))
             )
             raise LayoutMismatch(what, tensor=slot.name, expected=want, got=got, hint=_PLANNED)
-        held, sent = getattr(torch, entry.dtype), slot.torch_dtype
+        held = getattr(torch, entry.dtype)
+        sent = slot.torch_dtype
         if held != sent and not (sends and held.is_floating_point and sent.is_floating_point):
             what = "this rank holds another dtype than the plan says"
             raise LayoutMismatch(what, tensor=slot.name, expected=sent, got=held, hint=_PLANNED)

@@ -156,7 +156,8 @@ class _Opening:
 
     def _steps(self, module: Model, into: Model | None, error: Exception | None) -> Channel:
         """Go through the exchanges; `error` is what is wrong with the call, to be raised on all ranks."""
-        membership, watch = self.membership, self.watch
+        membership = self.membership
+        watch = self.watch
         mine: Described | None = None
         if error is None:
             mine, error = capture(lambda: self._describe(module, into))
@@ -214,7 +215,9 @@ class _Opening:
         self, agreement: Agreement, mine: Described, module: Model, target: Model, groups: _Groups
     ) -> Channel:
         """Make the states. A failure here is told to all ranks in the last row."""
-        rank, root, model = self.membership.rank, agreement.root, agreement.model
+        rank = self.membership.rank
+        root = agreement.root
+        model = agreement.model
         gather, lineage, pairs = groups
         totals = {
             source: {width: space.numel for width, space in spaces.items()}
@@ -262,9 +265,11 @@ class _Opening:
         return state
 
     def _receiver(self, agreement: Agreement, mine: Described, target: Model) -> Receiver:
-        rank, model = self.membership.rank, agreement.model
+        rank = self.membership.rank
+        model = agreement.model
         layout = mine.layout if mine.into is None else mine.into
-        names, tensors = [entry.name for entry in layout.manifest.entries], layout.tensors()
+        names = [entry.name for entry in layout.manifest.entries]
+        tensors = layout.tensors()
         refuse_overlaps(names, tensors)
         if mine.into is not None and rank in agreement.sources:
             refuse_shared(names, mine.layout.tensors(), tensors)

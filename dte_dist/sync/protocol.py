@@ -32,11 +32,10 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from dte_dist.errors import ApplyFailed, FrameError, LayoutMismatch
-from dte_dist.plan.transfer_plan import ROUTES
+from dte_dist.errors import ApplyFailed, FrameError
 from dte_dist.report import Phases, SyncReport, VerifyReport
 from dte_dist.sync.agreement import Agreement
-from dte_dist.sync.control import CALLS, ControlRow, Decision, common_version, decide
+from dte_dist.sync.control import ControlRow, Decision, check_calls, common_version, decide
 from dte_dist.sync.inline_frames import InlineFrames
 from dte_dist.sync.receiver import Receiver
 from dte_dist.sync.routes import Chosen, Load, Route, Routes, Sizes
@@ -116,10 +115,13 @@ class Sync:
     """
 
     def __init__(self, parts: ChannelState, prepared: PreparedSync) -> None:
-        self._parts, self._prepared = parts, prepared
-        self._source, self._receiver = parts.source, parts.receiver
+        self._parts = parts
+        self._prepared = prepared
+        self._source = parts.source
+        self._receiver = parts.receiver
         self._phases = prepared.phases
-        self._load, self._gathered = Load(), 0
+        self._load = Load()
+        self._gathered = 0
         self._received: dict[int, Tensor] = {}
         self._memory_error: Exception | None = None
         self.begun = False
@@ -195,7 +197,8 @@ class Sync:
             source: sizes[source, : len(most)].tolist() for source, most in self._route.max_bytes.items()
         }
         if mine and found[self._parts.control.rank] != mine:  # to send them would end those who receive
-            what, said = "frames have other sizes than this rank said", found[self._parts.control.rank]
+            what = "frames have other sizes than this rank said"
+            said = found[self._parts.control.rank]
             hint = "report this as a bug of dte_dist"
             raise FrameError(what, expected=f"{sum(said)} bytes", got=f"{sum(mine)} bytes", hint=hint)
         return rows, found
@@ -203,11 +206,12 @@ class Sync:
     def _check_rows(self, table: np.ndarray, rows: Sequence[ControlRow]) -> None:
         """Refuse rows that say what cannot be, and ranks that called different things."""
         check_rows(table, self._parts.agreement.sources, self._parts.agreement.receivers)
-        _check_calls(rows)
+        check_calls(rows)
 
     def _swap(self, row: np.ndarray) -> np.ndarray:
         """Exchange control rows, those of sources with their inline frames; return the rows."""
-        inline, wire = self._parts.inline, self._parts.control
+        inline = self._parts.inline
+        wire = self._parts.control
         rooms = {
             rank: inline.capacity if rank in self._parts.agreement.sources else 0 for rank in wire.members
         }
@@ -234,7 +238,8 @@ class Sync:
 
     def _stream_delta(self, decision: Decision, sizes: Sizes) -> None:
         """Phase 3."""
-        inline, step = self._parts.inline, self._step(decision, seed=False)
+        inline = self._parts.inline
+        step = self._step(decision, seed=False)
         frames = self._source.frames() if self._source is not None else []
         if inline.holds(sizes):
             self._load = self._inline_load(sizes)
@@ -272,7 +277,8 @@ class Sync:
     def _apply(self, decision: Decision) -> Exception | None:
         """Phase 5; return what went wrong while writing."""
         error: Exception | None = None
-        receiver, source = self._receiver, self._source
+        receiver = self._receiver
+        source = self._source
         if receiver is not None and self._is_in(decision.followers):
             with self._phases("apply"):
                 error = capture_error(receiver.apply)
@@ -293,7 +299,8 @@ class Sync:
 
     def _stream_seed(self, decision: Decision) -> None:
         """Phase 6."""
-        step, sizes = self._step(decision, seed=True), self._route.seed_sizes
+        step = self._step(decision, seed=True)
+        sizes = self._route.seed_sizes
         frames = self._source.seed_frames(step) if self._source is not None else []
         load = self._move(step, frames, sizes, decision.seeded)
         if decision.is_full:
@@ -301,8 +308,10 @@ class Sync:
 
     def _move(self, step: SyncStep, frames: Sequence[Frame], sizes: Sizes, targets: Sequence[int]) -> Load:
         """Move frames on the route; return what it cost each rank, and learn how fast it went."""
-        load, rank = self._route.load(sizes, targets), self._parts.control.rank
-        begin, coding = time.perf_counter(), self._phases.coding()
+        load = self._route.load(sizes, targets)
+        rank = self._parts.control.rank
+        begin = time.perf_counter()
+        coding = self._phases.coding()
         self._memory_error = self._route.move(step, frames, sizes, targets, self._phases)
         seconds = time.perf_counter() - begin - (self._phases.coding() - coding)
         self._parts.speed.measure(max(load.sent[rank], load.received[rank]), seconds)
@@ -347,7 +356,8 @@ class Sync:
     def _report(
         self, decision: Decision, rows: Sequence[ControlRow], verified: VerifyReport | None
     ) -> SyncReport:
-        model, load = self._parts.agreement.model, self._load
+        model = self._parts.agreement.model
+        load = self._load
         base = max(
             [decision.base]
             if decision.base != NONE
@@ -373,26 +383,6 @@ class Sync:
             codecs=dict(self._source.codecs) if self._source is not None and decision.followers else {},
             verified=verified,
         )
-
-
-def _check_calls(rows: Sequence[ControlRow]) -> None:
-    """Refuse to go on where ranks called different things."""
-    for asked, names, hint in (
-        (
-            {row.call: rank for rank, row in enumerate(rows)},
-            CALLS,
-            "make the same calls in the same order on every rank",
-        ),
-        (
-            {row.route: rank for rank, row in enumerate(rows)},
-            ROUTES,
-            "call the same collective, with the same route=, on every rank",
-        ),
-    ):
-        if len(asked) > 1:
-            said = ", ".join(f"{names[number]} on rank {rank}" for number, rank in sorted(asked.items()))
-            what = "ranks ask for different routes" if names is ROUTES else "ranks make different calls"
-            raise LayoutMismatch(what, ranks=sorted(asked.values()), got=said, hint=hint)
 
 
 def _as_apply_failed(error: Exception | None) -> Exception | None:

@@ -114,7 +114,8 @@ def _warn_of_twins(opened: Channel, group: dist.ProcessGroup) -> None:
 
 def _are_alike(one: Channel, other: Channel) -> bool:
     """Return whether all ranks hold the same of two models."""
-    mine, theirs = one.parts.agreement, other.parts.agreement
+    mine = one.parts.agreement
+    theirs = other.parts.agreement
     roles = (mine.sources, mine.receivers) == (theirs.sources, theirs.receivers)
     return roles and mine.model.slots == theirs.model.slots and mine.model.digest() == theirs.model.digest()
 

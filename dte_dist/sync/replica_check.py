@@ -78,7 +78,8 @@ def _row(contested: Contested, layout: Layout | None, rank: int) -> np.ndarray:
     row = _empty_row(contested)
     pieces, entries = contested.held_by(rank)
     if len(pieces) and layout is not None:
-        tensors, buffers = layout.tensors(), layout.buffers()
+        tensors = layout.tensors()
+        buffers = layout.buffers()
         row[pieces] = own_digests([tensors[entry] for entry in entries.tolist()])
         flags = np.zeros(64 * (len(row) - len(contested)), np.bool_)
         flags[pieces] = [buffers[entry] for entry in entries.tolist()]
@@ -88,9 +89,11 @@ def _row(contested: Contested, layout: Layout | None, rank: int) -> np.ndarray:
 
 def _judge(contested: Contested, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the pieces that differ, and of those among them that must not."""
-    count, speaker = len(contested), (contested.rank, contested.piece)
+    count = len(contested)
+    speaker = (contested.rank, contested.piece)
     flags = np.unpackbits(np.ascontiguousarray(rows[:, count:]).view(np.uint8), axis=1)
-    digests, is_buffer = rows[speaker], flags[speaker].astype(np.bool_)
+    digests = rows[speaker]
+    is_buffer = flags[speaker].astype(np.bool_)
     first = np.searchsorted(contested.piece, np.arange(count))
     differs = np.logical_or.reduceat(digests != digests[first][contested.piece], first)
     may_differ = contested.may_differ & np.logical_and.reduceat(is_buffer, first)
@@ -104,7 +107,8 @@ def _names(model: ModelMap, pieces: np.ndarray) -> list[str]:
 
 def _rivals(model: ModelMap, refused: np.ndarray) -> LayoutMismatch:
     """Return the error that names the first of the tensors that differ, and who holds what differs of it."""
-    contested, named = model.contested, _names(model, refused)
+    contested = model.contested
+    named = _names(model, refused)
     of_first = refused[contested.slot[refused] == contested.slot[refused].min()]
     ranks = np.unique(contested.rank[np.isin(contested.piece, of_first)]).tolist()
     what = "sources hold different bits under one name, and no mesh makes them replicas of each other"

@@ -104,7 +104,8 @@ def release_source(module: Any, state: Source, model: ModelMap) -> None:
     of the same tensors are of no use then, and would stay as long as the module: a copy of its shard at every
         such change.
     """
-    kept, names = _sources.get(module, []), _names(model, state)
+    kept = _sources.get(module, [])
+    names = _names(model, state)
     others = [each for each in kept if each.state is not state.state]
     took_nothing = len(others) == len(kept)
     _sources[module] = [each for each in others if not (took_nothing and each.names == names)]

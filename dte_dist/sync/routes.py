@@ -111,7 +111,8 @@ class Route(ABC):
     def __init__(
         self, chunks: Mapping[int, Sequence[tuple[int | None, Chunk]]], receiver: Receiver | None
     ) -> None:
-        self.chunks, self._receiver = chunks, receiver
+        self.chunks = chunks
+        self._receiver = receiver
         self.seed_sizes = {
             source: [dense_frame_bytes(chunk) for _, chunk in chunks] for source, chunks in chunks.items()
         }
@@ -196,7 +197,8 @@ class BroadcastRoute(Route):
         super().__init__(chunks, receiver)
         self.lanes = source.own_lanes if source is not None else None
         self.index_maps = receiver.index_maps if receiver is not None else {}
-        self._relay, self._root = relay, root
+        self._relay = relay
+        self._root = root
         relay.reserve(self.max_bytes, receiver=receiver is not None)
 
     def load(self, sizes: Sizes, targets: Sequence[int]) -> Load:
@@ -254,7 +256,9 @@ class P2PRoute(Route):
             for source, lanes in pairs.items()
         }
         super().__init__(chunks, receiver)
-        self._rank, self._exchange, self.lanes = rank, exchange, None
+        self._rank = rank
+        self._exchange = exchange
+        self.lanes = None
         own = model.source_spaces.get(rank)
         if own is not None:
             mine = pairs[rank].items()
@@ -290,7 +294,8 @@ class P2PRoute(Route):
 
     def _of(self, source: int, target: int, items: Sequence[_T]) -> Sequence[_T]:
         """Return those of a source's items, one per frame, that are for a target."""
-        lane, chunks = self._lane[target], self.chunks[source]
+        lane = self._lane[target]
+        chunks = self.chunks[source]
         return [item for (number, _), item in zip(chunks, items, strict=True) if number == lane]
 
     def move(

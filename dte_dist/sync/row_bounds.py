@@ -19,7 +19,9 @@ from dte_dist.sync.version import NONE
 
 __all__ = ["check_rows"]
 
-_FLAG, _VERSION, _NUMBER = (0, 1), (NONE, (1 << 62) - 1), (0, 1 << 62)
+_FLAG = (0, 1)
+_VERSION = (NONE, (1 << 62) - 1)
+_NUMBER = (0, 1 << 62)
 _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
     "failed": _FLAG,
     "is_source": _FLAG,
@@ -63,7 +65,8 @@ def check_rows(table: np.ndarray, sources: Sequence[int], receivers: Sequence[in
     wrong = np.argwhere((said < low) | (said > high))
     if len(wrong):
         rank, column = wrong[0].tolist()
-        least, most = int(low[rank, column]), int(high[rank, column])
+        least = int(low[rank, column])
+        most = int(high[rank, column])
         raise FrameError(
             f"the {ControlRow.__slots__[column]} of a control row cannot be",
             ranks=[rank],

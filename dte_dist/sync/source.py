@@ -45,13 +45,15 @@ class Source(VersionedSnapshot):
     """
 
     def __init__(self, layout: Layout, model: ModelMap, rank: int, schedule: ChunkPlan, schema: int) -> None:
-        spaces, chunks = model.source_spaces[rank], schedule.chunks(rank)
+        spaces = model.source_spaces[rank]
+        chunks = schedule.chunks(rank)
         dtypes = {
             width: [model.slots[slot].torch_dtype for slot in space.pieces.slot.tolist()]
             for width, space in spaces.items()
         }
         super().__init__(spaces, dtypes, chunks)
-        self._layout, self._schema = layout, schema
+        self._layout = layout
+        self._schema = schema
         self.codecs: Mapping[str, int] = {}
         self.error: Exception | None = None
         self.own_lanes = Lanes(rank, [Lane(None, chunks)])

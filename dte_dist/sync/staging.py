@@ -74,7 +74,8 @@ class Target:
         """Turn dense distances of positions from `first` on of a source's space into bits; what is not held
         here is of any value.
         """
-        codecs, distances = kernels.on(self.flat.device), distances.to(self.flat.device)
+        codecs = kernels.on(self.flat.device)
+        distances = distances.to(self.flat.device)
         bits = torch.zeros_like(distances)
         for index_map in self.index_maps.get(source, ()):
             codecs.gather_dense_flat(index_map, first, bits, self.flat)
@@ -84,8 +85,10 @@ class Target:
         """Write the changes of a segment of a source's space, not all of its elements, into the tensors."""
         if segment.positions is None:
             raise ValueError("a whole segment is placed, not patched")
-        device, length = self.flat.device, segment.length if segment.packed else None
-        positions, values = segment.positions.to(device), segment.values.to(device)
+        device = self.flat.device
+        length = segment.length if segment.packed else None
+        positions = segment.positions.to(device)
+        values = segment.values.to(device)
         for index_map in self.index_maps.get(source, ()):
             if index_map.meets(segment.first, segment.first + segment.length):
                 patch = kernels.on(device).patch
@@ -104,7 +107,8 @@ class Target:
         source that has some.
         """
         device = self.flat.device
-        positions, distances = segment.unpacked().to(device), segment.values.to(device)
+        positions = segment.unpacked().to(device)
+        distances = segment.values.to(device)
         for index_map in self.index_maps.get(source, ()):
             where = kernels.on(device).translate(index_map, segment.first, positions, distances)
             if len(where[0]):

@@ -59,7 +59,9 @@ class DeltaTracker:
             raise ValueError(f"sparse_bytes_ratio is a number of at least 0, not {sparse_bytes_ratio!r}")
         if not isinstance(header, bool):
             raise ValueError(f"header is True or False, not {header!r}")
-        self._ratio, self._keep, self._header = sparse_bytes_ratio, keep, header
+        self._ratio = sparse_bytes_ratio
+        self._keep = keep
+        self._header = header
         self._state = VersionState(lineage=_draw())
         self._source: VersionedSnapshot | None = None
         self._space: SenderSpace | None = None
@@ -186,7 +188,8 @@ class DeltaTracker:
             source, self._space = _source(space, self._state), space
             self._source = source
         source.take_over(local, Phases())
-        known, found = source.held(), dict[str, Tensor]()
+        known = source.held()
+        found = dict[str, Tensor]()
         for held in space.widths.values():
             for number, part in enumerate(held.parts):
                 whole = whole_part(known, held, number)

@@ -56,7 +56,10 @@ class Verifier:
     def __init__(
         self, model: ModelMap, control: Communicator, source: Source | None, receiver: Receiver | None
     ) -> None:
-        self._model, self._control, self._source, self._receiver = model, control, source, receiver
+        self._model = model
+        self._control = control
+        self._source = source
+        self._receiver = receiver
         self._lane = lanes_of(model.receiver_spaces)
         self._kinds = {lane: model.receiver_spaces[rank] for rank, lane in reversed(self._lane.items())}
         self._slots = {lane: _slots_of(kind) for lane, kind in sorted(self._kinds.items())}
@@ -96,7 +99,8 @@ class Verifier:
 
     def _different(self, table: np.ndarray, rank: int) -> list[str]:
         """Return the names of tensors whose digests on a receiver are not those of the sources."""
-        lane, first = self._lane[rank], 1
+        lane = self._lane[rank]
+        first = 1
         for before in range(lane):
             first += len(self._slots[before])
         slots = self._slots[lane]
@@ -113,7 +117,8 @@ class Verifier:
         """Return what this rank says: shards that moved, digests for every kind of receiver, digests of its
         own copy.
         """
-        row, first = np.zeros(self._columns(), np.int64), 1
+        row = np.zeros(self._columns(), np.int64)
+        first = 1
         if self._source is not None:
             row[_MOVED], found = self._of_source(self._source, live)
             for digest in found:
@@ -143,7 +148,8 @@ class Verifier:
 
     def _places(self, lane: int, width: int) -> slice:
         """Return where the pieces of one width stand among those of a kind of receiver."""
-        kind, first = self._kinds[lane], 0
+        kind = self._kinds[lane]
+        first = 0
         for each, space in sorted(kind.items()):
             if each == width:
                 return slice(first, first + len(space.pieces))

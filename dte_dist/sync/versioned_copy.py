@@ -50,7 +50,8 @@ class VersionedCopy:
         self, spaces: Mapping[int, FlatSpace], names: Sequence[str], state: VersionState | None = None
     ) -> None:
         self.state = VersionState() if state is None else state
-        self._spaces, self._names = spaces, names
+        self._spaces = spaces
+        self._names = names
         self._staged = StagedPatch()
         self._targets: Mapping[int, Target] = {}
         self._memory: list[UntypedStorage] = []
@@ -66,7 +67,8 @@ class VersionedCopy:
             index_maps: from the spaces that what is staged counts in.
         """
         self._staged.clear()
-        begun, held = self.find(read, index_maps), self.state.fingerprint
+        begun = self.find(read, index_maps)
+        held = self.state.fingerprint
         if self.state.version != NONE and (held is None or not held.same(begun)):
             self.state.invalidate(WRITTEN)
 
@@ -74,7 +76,8 @@ class VersionedCopy:
         """Return the names of tensors that somebody else wrote to, or replaced, between the last commit and
         `begin_with`.
         """
-        held, begun = self.state.fingerprint, self._begun
+        held = self.state.fingerprint
+        begun = self._begun
         if held is None or begun is None:
             return []
         return [self._names[index] for index in held.differences(begun)]

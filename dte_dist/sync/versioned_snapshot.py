@@ -59,7 +59,9 @@ class VersionedSnapshot:
         chunks: Sequence[Chunk],
         state: VersionState | None = None,
     ) -> None:
-        self.spaces, self._dtypes, self._chunks = spaces, dtypes, chunks
+        self.spaces = spaces
+        self._dtypes = dtypes
+        self._chunks = chunks
         self.state = VersionState() if state is None else state
         self.snapshot: Snapshot | None = None
         self.changed = 0
@@ -77,7 +79,8 @@ class VersionedSnapshot:
         self, local: LiveTensors, sink: ChangeSink, phases: Phases, detector: Detector | None = None
     ) -> None:
         """Take over all changes and give them to a sink, batch by batch."""
-        snapshot, live = self.open(local.device), self.live_spaces(local)
+        snapshot = self.open(local.device)
+        live = self.live_spaces(local)
         for width in self.spaces:
             ranges = [(chunk.first, chunk.length) for chunk in self._chunks if chunk.width == width]
             batches = snapshot.diff_and_update(live[width], width, ranges, detector)
@@ -93,7 +96,8 @@ class VersionedSnapshot:
 
     def take_over(self, local: LiveTensors, phases: Phases) -> None:
         """Take over all live bits; from here on the snapshot is ahead of the receivers."""
-        snapshot, live = self.open(local.device), self.live_spaces(local)
+        snapshot = self.open(local.device)
+        live = self.live_spaces(local)
         self.state.version = NONE
         with phases("detect"):
             segments = ((chunk.width, *segment) for chunk in self._chunks for segment in chunk.segments())

@@ -73,7 +73,8 @@ def brought_home(tensors: dict[str, Tensor]) -> tuple[torch.device, dict[str, Te
         >>> brought_home({"w": torch.zeros(2)})
         (device(type='cpu'), {'w': tensor([0., 0.])})
     """
-    names, held = list(tensors), list(tensors.values())
+    names = list(tensors)
+    held = list(tensors.values())
     home, away = home_of(held, names)
     if not away:
         return home, tensors

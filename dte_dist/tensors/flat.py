@@ -137,6 +137,7 @@ class FlatTensors:
         first = int(np.searchsorted(self.starts, begin, side="right")) - 1
         last = max(first, int(np.searchsorted(self.starts, end, side="left")))
         starts = self.starts[first : last + 1]
-        low, high = np.maximum(starts[:-1], begin) - starts[:-1], np.minimum(starts[1:], end) - starts[:-1]
+        low = np.maximum(starts[:-1], begin) - starts[:-1]
+        high = np.minimum(starts[1:], end) - starts[:-1]
         some = np.flatnonzero(high > low)
         return first + some, low[some], high[some]

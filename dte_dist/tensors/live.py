@@ -68,11 +68,9 @@ class LiveTensors:
             unwrap: returns the tensors in some of these.
         """
         count = len(objects)
-        addresses, numels, contiguous = (
-            np.empty(count, np.int64),
-            np.empty(count, np.int64),
-            np.empty(count, np.bool_),
-        )
+        addresses = np.empty(count, np.int64)
+        numels = np.empty(count, np.int64)
+        contiguous = np.empty(count, np.bool_)
         tensors: list[Tensor] = []
         dtypes: list[torch.dtype] = []
         for first in range(0, count, _BATCH):
@@ -103,7 +101,9 @@ class LiveTensors:
     def at_home(self, away: Sequence[int]) -> LiveTensors:
         """Return them with stand-ins for those that are not on `device`, by their indices."""
         stand_ins = StandIns.of(self.tensors, away, self.device)
-        tensors, addresses, contiguous = list(self.tensors), self.addresses.copy(), self.contiguous.copy()
+        tensors = list(self.tensors)
+        addresses = self.addresses.copy()
+        contiguous = self.contiguous.copy()
         for index, place in zip(away, stand_ins.places.tolist(), strict=True):
             tensors[index] = stand_ins.copies[place]
             addresses[index], contiguous[index] = stand_ins.copies[place].data_ptr(), True

@@ -104,9 +104,13 @@ class BucketedBroadcast:
         speed: LinkSpeed | None = None,
     ) -> None:
         self._speed = speed or LinkSpeed()
-        self._gather, self._stream = gather, stream
-        self._rank, self._root, self._bucket_bytes = rank, root, bucket_bytes
-        self._incoming, self._outgoing = Buffers(), Buffers()
+        self._gather = gather
+        self._stream = stream
+        self._rank = rank
+        self._root = root
+        self._bucket_bytes = bucket_bytes
+        self._incoming = Buffers()
+        self._outgoing = Buffers()
 
     def reserve(self, most: Mapping[int, Sequence[int]], *, receiver: bool) -> None:
         """Make room for buckets before ranks are in step; to call where an error is told to all of them.
@@ -150,7 +154,8 @@ class BucketedBroadcast:
             keep: frames stay as they are for as long as somebody holds them.
         """
         self._incoming.begin()
-        total, buckets = sum(map(sum, sizes.values())), pack_buckets(sizes, self._bucket_bytes)
+        total = sum(map(sum, sizes.values()))
+        buckets = pack_buckets(sizes, self._bucket_bytes)
         line = [self._root, *(target for target in targets if target != self._root)]
         piece = self._piece() if self._is_chain(total, line) else 0
         is_target = self._rank in targets
@@ -174,7 +179,8 @@ class BucketedBroadcast:
             self._wait(
                 before, run
             )  # only now, so that the link is never idle; the next bucket comes into the same buffer
-            ahead, before = self._collect(number + 1, run), sending
+            ahead = self._collect(number + 1, run)
+            before = sending
             yield from self._unpack(bucket, buffer, run)
         self._wait(before, run)
 
@@ -188,7 +194,8 @@ class BucketedBroadcast:
         """Start to fill the buffer of bucket `number`, if there is one: receive the frames of other sources,
         copy our own.
         """
-        buffer, pending = self._buffer(number, run), []
+        buffer = self._buffer(number, run)
+        pending = []
         for parcel in run.bucket(number):
             place = buffer[parcel.begin : parcel.end]
             if parcel.source == self._rank:
@@ -201,7 +208,8 @@ class BucketedBroadcast:
         """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if
         we are a target.
         """
-        sending, coming = self._send_frames(0, run), self._receive_bucket(0, run)
+        sending = self._send_frames(0, run)
+        coming = self._receive_bucket(0, run)
         for number, bucket in enumerate(run.buckets):
             ahead = self._send_frames(number + 1, run)
             if run.is_target:
@@ -217,7 +225,8 @@ class BucketedBroadcast:
 
     def _send_frames(self, number: int, run: _Run) -> list[Pending]:
         """Start to send this source's frames of bucket `number` to the root."""
-        wire, frames = self._gather, run.frames
+        wire = self._gather
+        frames = run.frames
         mine = [parcel for parcel in run.bucket(number) if parcel.source == self._rank]
         if wire is None or not mine:
             return []
@@ -225,9 +234,11 @@ class BucketedBroadcast:
         room = self._outgoing.get(number, made, wire.device)
         sending = []
         for parcel in mine:
-            frame, size = frames[parcel.chunk], parcel.end - parcel.begin
+            frame = frames[parcel.chunk]
+            size = parcel.end - parcel.begin
             if not lies_on(frame, wire.device):
-                place, room = room[:size], room[size:]
+                place = room[:size]
+                room = room[size:]
                 write(frame, place)
                 frame = place
             sending.append(wire.send(frame, self._root))

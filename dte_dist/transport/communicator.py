@@ -102,7 +102,9 @@ class Communicator:
         self.members = tuple(members)
         self.rank = membership.rank
         self.timeout = membership.timeout
-        self._closed, self._pid, self._turn = False, os.getpid(), 0
+        self._closed = False
+        self._pid = os.getpid()
+        self._turn = 0
         self._patient: PatientStore | None = None  # with TORCH_GLOO_LAZY_INIT, gloo may go on asking
         self.device = torch.device("cpu")
         if backend == "nccl":
@@ -128,7 +130,8 @@ class Communicator:
 
     def _connect(self, store: dist.Store) -> Any:
         """Connect over gloo, which may take five times the timeout that it is given."""
-        patient, began = PatientStore(store, self.watch), time.monotonic()
+        patient = PatientStore(store, self.watch)
+        began = time.monotonic()
         timeout = self.timeout
         try:
             backend = self.watch.call_aside(timeout, partial(self._make_gloo, patient, timeout))
@@ -201,7 +204,8 @@ class Communicator:
 
         Each question leaves a receive behind that is never completed, about 80 bytes: ask now and then only.
         """
-        backend, found = self._backend, set()
+        backend = self._backend
+        found = set()
         if backend is not None and self.device.type == "cpu":
             for rank in ranks:
                 if rank in self._place and rank != self.rank:
@@ -384,7 +388,8 @@ class Communicator:
             raise self._lost(what, ranks, began, error) from error
 
     def _wait(self, pending: Pending) -> None:
-        limit, began = self.watch.begin(self.timeout, pending.ranks), time.monotonic()
+        limit = self.watch.begin(self.timeout, pending.ranks)
+        began = time.monotonic()
         try:
             pending.work.wait(limit)
         except RuntimeError as error:

@@ -127,7 +127,10 @@ class Meeting:
     """
 
     def __init__(self, control: Communicator, data: Communicator, rank: int, roles: Roles) -> None:
-        self._control, self._data, self._rank, self._roles = control, data, rank, roles
+        self._control = control
+        self._data = data
+        self._rank = rank
+        self._roles = roles
         self._move = _mover(data, rank, roles)
 
     def run(self, version: int, payload: Payload | None, error: Exception | None) -> dict[int, Payload]:
@@ -178,7 +181,8 @@ class Meeting:
             said: tuple[object, ...] = (payload.version,)
             expected: tuple[object, ...] = (version,)
             if self._roles.plan:
-                said, expected = (*said, payload.sender, payload.plan), (*expected, sender, self._roles.plan)
+                said = (*said, payload.sender, payload.plan)
+                expected = (*expected, sender, self._roles.plan)
             if said != expected:
                 what = "a payload is not the one that was announced"
                 raise FrameError(what, ranks=[sender], expected=expected, got=said, hint="push again")
@@ -241,13 +245,15 @@ def _check_rows(rows: np.ndarray, members: Sequence[int], senders: Sequence[int]
     if len(versions) > 1:
         got = ", ".join(f"v{version} on rank {rank}" for version, rank in sorted(versions.items()))
         hint = "send and receive the same version on every rank"
-        what, ranks = "ranks send or ask for different versions", sorted(versions.values())
+        what = "ranks send or ask for different versions"
+        ranks = sorted(versions.values())
         raise AgreedError(VersionError(what, ranks=ranks, got=got, hint=hint))
     for rank, (text, data) in zip(members, rows[:, 1:].tolist(), strict=True):
         most, least = ((MOST_TEXT, MOST_DATA), 8) if rank in senders else ((0, 0), 0)
         if not (least <= text <= most[0] and 0 <= data <= most[1] and text % 8 == data % 8 == 0):
             hint = "push again; if it stays, the ranks run different versions of dte_dist"
-            what, got = "a payload cannot have this size", f"{text} and {data} bytes"
+            what = "a payload cannot have this size"
+            got = f"{text} and {data} bytes"
             raise AgreedError(FrameError(what, ranks=[rank], got=got, hint=hint))
 
 
@@ -272,7 +278,8 @@ def _mover(wire: Communicator, rank: int, roles: Roles) -> _Move:
 
 def _broadcast(wire: Communicator, rank: int, roles: Roles, largest: int) -> _Move:
     """Return what moves the frames of the one sender."""
-    root, targets = roles.senders[0], roles.receivers(roles.senders[0])
+    root = roles.senders[0]
+    targets = roles.receivers(roles.senders[0])
     relay = BucketedBroadcast(None, wire, rank=rank, root=root, bucket_bytes=largest)
     relay.reserve({root: [largest]}, receiver=rank in targets)
 

@@ -71,8 +71,12 @@ class PairwiseExchange:
     """
 
     def __init__(self, wire: Communicator | None, *, rank: int, sources: Sequence[int]) -> None:
-        self._wire, self._rank, self._sources = wire, rank, tuple(sources)
-        self._incoming, self._outgoing, self._own = Buffers(), Buffers(), Buffers()
+        self._wire = wire
+        self._rank = rank
+        self._sources = tuple(sources)
+        self._incoming = Buffers()
+        self._outgoing = Buffers()
+        self._own = Buffers()
         self._sent = 0
 
     def reserve(self, most: Mapping[int, Sequence[int]], *, receiver: bool) -> None:

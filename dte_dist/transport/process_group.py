@@ -302,10 +302,8 @@ class ProcessGroupTransport(Transport):
         if source not in self._roles.needs.get(self._rank, ()):
             raise ValueError(f"rank {self._rank} does not get the payloads of rank {source}")
         if source == self._rank or self._rank in self._roles.senders:
-            what, got = (
-                "a rank that sends, too, asked for a version that it has not sent, or has received",
-                self._met,
-            )
+            what = "a rank that sends, too, asked for a version that it has not sent, or has received"
+            got = self._met
             raise VersionGap(
                 what,
                 ranks=[self._rank],

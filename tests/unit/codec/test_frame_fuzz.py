@@ -51,11 +51,11 @@ from dte_dist.liveness.presence import Process
 from dte_dist.liveness.rendezvous import _said
 from dte_dist.options import options_of
 from dte_dist.sync.agreement import _check_numbers, _unflatten, describe
-from dte_dist.sync.control import NONE, ControlRow, common_version, decide
+from dte_dist.sync.control import NONE, ControlRow, check_calls, common_version, decide
 from dte_dist.sync.description import Description as RankDescription
 from dte_dist.sync.description import check_counts
-from dte_dist.sync.engine import apply_payload
-from dte_dist.sync.protocol import Sync, _check_calls
+from dte_dist.sync.payload_apply import apply_payload
+from dte_dist.sync.protocol import Sync
 from dte_dist.sync.row_bounds import check_rows
 from dte_dist.tensors.flat import BITS
 from dte_dist.transport.all_or_none import AgreedError
@@ -386,7 +386,7 @@ def control_rows(rng: Random) -> str:
         )
     check_rows(table, sources, receivers)
     unpacked, _ = ControlRow.unpack(table)
-    _check_calls(unpacked)
+    check_calls(unpacked)
     sizes, sync = table[:, ControlRow.columns() :], cast(Sync, SimpleNamespace(_route=route))
     Sync._check_sizes(sync, sizes)
     assert all(0 <= size <= 800 and size % 8 == 0 for size in sizes.flatten().tolist())

@@ -23,7 +23,7 @@ from dte_dist.codec.named_tensors import (
     write_payload,
 )
 from dte_dist.errors import DeltaError
-from dte_dist.sync.engine import apply_payload
+from dte_dist.sync.payload_apply import apply_payload
 
 BASE = {"w": torch.arange(12, dtype=torch.float32).view(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
