@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
 from dte_dist.codec import Segment
 from dte_dist.detect.fingerprint import Fingerprint, external_writes
@@ -86,7 +86,7 @@ class VersionedCopy:
         """Find the live tensors, to which nothing has been written yet; return their fingerprint."""
         local = self._local = read()
         # Whoever gives a tensor other memory meanwhile must not free what is read and written here.
-        self._memory = [tensor.untyped_storage() for tensor in local.live.tensors]
+        self._memory = list(map(Tensor.untyped_storage, local.live.tensors))
         begun = self._begun = Fingerprint.of(local.live)
         self._now = None
         self._targets = {key: Target(flat, index_maps[key]) for key, flat in self.flat_tensors(local).items()}

@@ -1,9 +1,7 @@
 """The local tensors of a layout at one moment, and what the hot path wants to know of all of them.
 
-Asking a tensor for one thing costs a fraction of a microsecond, which for 20,000 tensors is as long as
-finding the changes in
-them: what is known of a tensor is seldom in the cache. So each thing is asked once a sync, here, of a few
-    tensors after the other, and kept as a column.
+Asking a tensor for one thing costs about 50 ns, which for 20,000 tensors is as long as finding the changes in
+them. So each thing is asked once a sync, here, and kept as a column.
 """
 
 from __future__ import annotations
@@ -22,9 +20,6 @@ from dte_dist.tensors.devices import StandIns
 __all__ = ["LiveTensors"]
 
 _CPU: Final = torch.device("cpu")
-
-_BATCH: Final = 256
-"""Tensors that are asked for one thing after the other, while they are in the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,24 +62,20 @@ class LiveTensors:
             objects: the tensors, or what they are in.
             unwrap: returns the tensors in some of these.
         """
-        count = len(objects)
-        addresses = np.empty(count, np.int64)
-        numels = np.empty(count, np.int64)
-        contiguous = np.empty(count, np.bool_)
-        tensors: list[Tensor] = []
-        dtypes: list[torch.dtype] = []
-        for first in range(0, count, _BATCH):
-            here = slice(first, min(first + _BATCH, count))
-            some = unwrap(objects[here])
-            addresses[here] = list(map(Tensor.data_ptr, some))
-            numels[here] = list(map(Tensor.numel, some))
-            contiguous[here] = list(map(Tensor.is_contiguous, some))
-            dtypes += [tensor.dtype for tensor in some]
-            tensors += some
-        return cls(tensors, addresses, numels, contiguous, dtypes)
+        tensors = unwrap(objects)
+        count = len(tensors)
+        return cls(
+            tensors,
+            np.fromiter(map(Tensor.data_ptr, tensors), np.int64, count),
+            np.fromiter(map(Tensor.numel, tensors), np.int64, count),
+            np.fromiter(map(Tensor.is_contiguous, tensors), np.bool_, count),
+            [tensor.dtype for tensor in tensors],
+        )
 
     def some(self, indices: np.ndarray) -> LiveTensors:
         """Return some of them, by their indices, without asking them again."""
+        if len(indices) == len(self.tensors) and (indices == np.arange(len(indices))).all():
+            return self
         tensors, dtypes = (
             [column[index] for index in indices.tolist()] for column in (self.tensors, self.dtypes)
         )
