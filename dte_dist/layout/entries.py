@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from dte_dist._torch_compat import AsyncCollectiveTensor, local_tensor, spec_of
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.blocks import Block, cut_block
 from dte_dist.layout.flattened import FlatView
@@ -110,12 +110,12 @@ class EntryBuilder:
                 wait_collective(tensor),
             )
         if isinstance(tensor, DTensor):
-            spec, shape = tensor._spec, tuple(tensor.shape)
+            spec, shape = spec_of(tensor), tuple(tensor.shape)
             order, decode = order_of(spec)
             return (
                 shape,
                 self._place(name, shape, spec.mesh, spec.placements, order=order, decode=decode),
-                wait_collective(tensor._local_tensor),
+                wait_collective(local_tensor(tensor)),
             )
         shape = tuple(tensor.shape)
         return shape, self._place(name, shape, None, ()), wait_collective(tensor)

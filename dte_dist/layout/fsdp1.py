@@ -1,9 +1,8 @@
-"""The older FullyShardedDataParallel (FSDP1): all that dte_dist knows of how torch keeps it.
+"""The older FullyShardedDataParallel (FSDP1): how torch keeps it.
 
 A unit of FSDP1 flattens its parameters into one FlatParameter and gives each rank of its group an equal
-range of that. torch has no public way to ask which elements a rank holds, nor where they lie. Every private
-name that is needed for it is used in this file and in no other. Where torch lacks one, a `LayoutMismatch`
-says so.
+range of that. torch has no public way to ask which elements a rank holds, nor where they lie: `_torch_compat`
+reads the private names that are needed for it. Where torch lacks one, a `LayoutMismatch` says so.
 
 Torch keeps up to four kinds of tensors over the same elements, each with a version counter of its own:
 
@@ -21,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, Final, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -30,6 +28,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from dte_dist._torch_compat import (
+    FLAT_PARAMETER,
+    flat_columns,
+    flat_gathered,
+    flat_local_shard,
+    fsdp1_handle,
+    fsdp1_mesh,
+    fsdp1_replica_group,
+    fsdp1_reshard,
+    fsdp1_shows_gathered,
+    fsdp1_write_back,
+    is_cloned_by_fsdp1,
+    is_flattened_by_fsdp1,
+    read,
+    registered_by,
+)
 from dte_dist.errors import LayoutMismatch
 
 __all__ = [
@@ -51,12 +65,6 @@ __all__ = [
     "reshard",
     "twins",
 ]
-
-FLAT_PARAMETER: Final = "_flat_param"
-"""Key under which a wrapped module registers the FlatParameter of its unit (use_orig_params=False)."""
-
-_GATHERED: Final = "_full_param_padded", "_full_prec_full_param_padded"
-"""Attributes of a FlatParameter that hold what was gathered for a pass; the second in full precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,34 +95,34 @@ def is_wrapper(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
 
 def is_unit(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
     """Return whether a module is wrapped by FSDP1 and flattens parameters of its own."""
-    return is_wrapper(module) and _own(module, "_handle") is not None
+    return is_wrapper(module) and fsdp1_handle(module) is not None
 
 
 def flat_parameter(unit: FullyShardedDataParallel) -> Tensor:
     """Return the FlatParameter of a unit."""
-    return _of(_own(unit, "_handle"), "flat_param")
+    return read(fsdp1_handle(unit), "flat_param")
 
 
 def originals(unit: FullyShardedDataParallel) -> list[Original]:
     """Return the parameters that a unit flattened, without padding."""
-    flat = flat_parameter(unit)
-    homes = [[(id(owner), key)] for key, owner, _ in _of(flat, "_param_infos")]
+    columns = flat_columns(flat_parameter(unit))
+    homes = [[(id(owner), key)] for key, owner, _ in columns.infos]
     first = {places[0]: places for places in homes}
-    for key, owner, _, first_key, first_owner, _ in _of(flat, "_shared_param_infos"):
+    for key, owner, _, first_key, first_owner, _ in columns.tied:
         first[id(first_owner), first_key].append((id(owner), key))
-    columns = (_of(flat, name) for name in ("_shapes", "_strides", "_shard_param_infos", "_param_extensions"))
+    known = zip(homes, columns.shapes, columns.strides, columns.shards, columns.extensions, strict=True)
     return [
-        Original(tuple(dict.fromkeys(places)), tuple(shape), tuple(strides), *_range_of(part), spec)
-        for places, shape, strides, part, spec in zip(homes, *columns, strict=True)
+        Original(tuple(dict.fromkeys(places)), tuple(shape), tuple(strides), *_rangeread(part), spec)
+        for places, shape, strides, part, spec in known
     ]
 
 
-def _range_of(part: Any) -> tuple[int, int, int]:
+def _rangeread(part: Any) -> tuple[int, int, int]:
     """Return begin, end and offset of what a rank holds of a parameter."""
-    if not _of(part, "in_shard"):
+    if not read(part, "in_shard"):
         return 0, 0, 0
-    begin = _of(part, "intra_param_start_idx")
-    return begin, begin + _of(part, "numel_in_shard"), _of(part, "offset_in_shard")
+    begin = read(part, "intra_param_start_idx")
+    return begin, begin + read(part, "numel_in_shard"), read(part, "offset_in_shard")
 
 
 def mesh_ranks(unit: FullyShardedDataParallel) -> tuple[int, ...]:
@@ -124,14 +132,14 @@ def mesh_ranks(unit: FullyShardedDataParallel) -> tuple[int, ...]:
 
 def replica_ranks(unit: FullyShardedDataParallel) -> tuple[int, ...]:
     """Return the global ranks that hold the same range and reduce gradients together, if they are several."""
-    group = _own(unit, "_inter_node_pg") if _is_sharded(unit) else _own(unit, "process_group")
+    group = fsdp1_replica_group(unit) if _is_sharded(unit) else _own(unit, "process_group")
     ranks = () if group is None else _ranks(group)
     return ranks if len(ranks) > 1 else ()
 
 
 def device_mesh(unit: FullyShardedDataParallel) -> DeviceMesh | None:
     """Return the mesh that the unit was wrapped with, if it was one."""
-    return _own(unit, "_device_mesh")
+    return fsdp1_mesh(unit)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
@@ -140,7 +148,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 def is_in_use(wrapper: FullyShardedDataParallel) -> bool:
     """Return whether a pass is running or the parameters are summoned: what is registered then is a copy."""
-    return _of(wrapper, "training_state").name != "IDLE"
+    return read(wrapper, "training_state").name != "IDLE"
 
 
 def has_moved(unit: FullyShardedDataParallel) -> bool:
@@ -149,7 +157,7 @@ def has_moved(unit: FullyShardedDataParallel) -> bool:
     It was moved or cast after the first forward then, which torch undoes at the end of the next one.
     """
     flat = flat_parameter(unit)
-    shard = vars(flat).get("_local_shard")
+    shard = flat_local_shard(flat)
     return shard is not None and shard.data_ptr() != flat.data_ptr()
 
 
@@ -163,12 +171,11 @@ def reshard(unit: FullyShardedDataParallel) -> None:
     Raises:
         LayoutMismatch: torch cannot take over such a parameter.
     """
-    handle = _own(unit, "_handle")
-    if _gathered(unit) or _of(handle, "_skipped_use_sharded_views"):
+    handle = fsdp1_handle(unit)
+    if _gathered(unit) or fsdp1_shows_gathered(handle):
         _reshard(unit, handle)
-    writes_back = _of(handle, "_use_orig_params") and not _of(handle, "_skip_writeback_check")
-    if writes_back and _is_displaced(flat_parameter(unit)):
-        write_back = _of(handle, "_writeback_orig_params")
+    write_back = fsdp1_write_back(handle)
+    if write_back is not None and _is_displaced(flat_parameter(unit)):
         try:
             write_back()
         except RuntimeError as error:
@@ -179,8 +186,7 @@ def reshard(unit: FullyShardedDataParallel) -> None:
 
 
 def _reshard(unit: FullyShardedDataParallel, handle: Any) -> None:
-    runtime = import_module("torch.distributed.fsdp._runtime_utils")
-    _of(runtime, "_reshard")(unit, handle, _is_sharded(unit))
+    fsdp1_reshard(unit, handle, free=_is_sharded(unit))
     for left in _gathered(unit):  # in the other precision
         if left.is_cuda:
             left.record_stream(torch.cuda.current_stream(left.device))
@@ -189,19 +195,18 @@ def _reshard(unit: FullyShardedDataParallel, handle: Any) -> None:
 
 def _gathered(unit: FullyShardedDataParallel) -> list[Tensor]:
     """Return the tensors that still hold what was gathered for a pass."""
-    attributes = vars(flat_parameter(unit))
-    held = (attributes.get(name) for name in _GATHERED)
-    return [tensor for tensor in held if tensor is not None and tensor.untyped_storage().size()]
+    return flat_gathered(flat_parameter(unit))
 
 
 def _is_displaced(flat: Tensor) -> bool:
     """Return whether an original parameter is no longer the part of the range that it was set to."""
     begin, size = flat.data_ptr(), flat.element_size()
-    columns = (_of(flat, name) for name in ("_params", "_shard_param_infos", "_param_infos"))
-    for parameter, part, (key, owner, _) in zip(*columns, strict=True):
+    columns = flat_columns(flat)
+    known = zip(columns.originals, columns.shards, columns.infos, strict=True)
+    for parameter, part, (key, owner, _) in known:
         if part.in_shard and part.numel_in_shard:
             there = parameter.data_ptr() == begin + part.offset_in_shard * size
-            if not there or owner._parameters.get(key) is not parameter:
+            if not there or registered_by(owner).parameters.get(key) is not parameter:
                 return True
     return False
 
@@ -209,8 +214,8 @@ def _is_displaced(flat: Tensor) -> bool:
 def twins(unit: FullyShardedDataParallel) -> Iterator[tuple[int, Tensor]]:
     """Yield the other tensors over the range: each original parameter by its index, the whole range by -1."""
     flat = flat_parameter(unit)
-    yield from enumerate(_of(flat, "_params") or ())
-    shard = vars(flat).get("_local_shard")
+    yield from enumerate(flat_columns(flat).originals)
+    shard = flat_local_shard(flat)
     if shard is not None:  # torch makes it in the first forward
         yield -1, shard
 
@@ -227,30 +232,18 @@ def registered(unit: FullyShardedDataParallel) -> nn.Module:
 
 def is_flattened(tensor: Any) -> bool:
     """Return whether FSDP1 flattened a parameter, which leaves it no shape; or it is a FlatParameter."""
-    return getattr(tensor, "_fsdp_flattened", False) is True
+    return is_flattened_by_fsdp1(tensor)
 
 
 def is_cloned(tensor: Any) -> bool:
     """Return whether FSDP1 says of a tensor that it was cloned for a full state dict."""
-    return getattr(tensor, "_has_been_cloned", False) is True
+    return is_cloned_by_fsdp1(tensor)
 
 
 def _is_sharded(unit: FullyShardedDataParallel) -> bool:
-    return bool(_of(_own(unit, "_handle"), "uses_sharded_strategy"))
+    return bool(read(fsdp1_handle(unit), "uses_sharded_strategy"))
 
 
 def _own(wrapper: FullyShardedDataParallel, name: str) -> Any:
     """Return an attribute of the wrapper itself or None; getattr would go on to the wrapped module."""
     return vars(wrapper).get(name)
-
-
-def _of(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        keeper = getattr(owner, "__name__", type(owner).__name__)
-        raise LayoutMismatch(
-            f"this torch keeps FullyShardedDataParallel in another way: {keeper} has no {name}",
-            got=f"torch {torch.__version__}",
-            hint="use a version of torch that dte_dist was tested with, or shard the module with fully_shard",
-        ) from error

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dte_dist._torch_compat import local_tensors, registered_by
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.entries import EntryBuilder, wait_collective
 from dte_dist.layout.flattened import FlatUnit, FlatView, beside
@@ -414,7 +415,7 @@ class _ModuleWatcher:
     def are_buffers(self, homes: Sequence[tuple[Any, Any]]) -> list[bool]:
         """Return for each (dict, key) that holds a tensor whether it is a buffer of the module."""
         module = self.module()
-        owned = set() if module is None else {id(child._buffers) for child in module.modules()}
+        owned = set() if module is None else {id(registered_by(child).buffers) for child in module.modules()}
         return [id(container) in owned for container, _ in homes]
 
     def again(self) -> _ModuleWatcher:
@@ -431,17 +432,16 @@ class _ModuleWatcher:
 def _locals(objects: Sequence[Any]) -> list[Tensor]:
     if not set(map(type, objects)) <= _PLAIN:
         flats: dict[FlatUnit, Tensor] = {}
-        objects = [_local(found, flats) for found in objects]
+        objects = [_of_flat(each, flats) if isinstance(each, FlatView) else each for each in objects]
+        objects = local_tensors(objects)
     return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(wait_collective, objects))
 
 
-def _local(found: Any, flats: dict[FlatUnit, Tensor]) -> Any:
-    """Return the local tensor of an object; `flats` keeps the ranges of units that were asked before."""
-    if isinstance(found, FlatView):
-        if found.unit not in flats:
-            flats[found.unit] = found.unit.flat()
-        return found.of(flats[found.unit])
-    return found._local_tensor if isinstance(found, DTensor) else found
+def _of_flat(view: FlatView, flats: dict[FlatUnit, Tensor]) -> Tensor:
+    """Return the tensor of a view; `flats` keeps the ranges of units that were asked before."""
+    if view.unit not in flats:
+        flats[view.unit] = view.unit.flat()
+    return view.of(flats[view.unit])
 
 
 def _differing(differences: Iterable[bool]) -> list[int]:

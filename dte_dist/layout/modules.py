@@ -24,10 +24,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from dte_dist._torch_compat import (
+    WRAPPERS,
+    fsdp2_groups,
+    fsdp2_module_info,
+    registered_by,
+    structure_of,
+)
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1
 from dte_dist.layout.flattened import FlatUnit, FlatView
-from dte_dist.layout.names import WRAPPERS
 
 __all__ = ["Found", "ModuleTree", "is_trained"]
 
@@ -56,11 +62,10 @@ class _Branch:
 
     def is_intact(self) -> bool:
         module = self.module()
-        return (
-            module is not None
-            and tuple(module._modules) == self.keys
-            and all(map(is_, _owners(module), self.owners))
-        )
+        if module is None:
+            return False
+        keys, owners = structure_of(module)
+        return keys == self.keys and all(map(is_, owners, self.owners))
 
 
 class ModuleTree:
@@ -90,13 +95,12 @@ class ModuleTree:
         for unit in self.units:
             for owner, views in unit.views.items():
                 self._views[owner] |= views
+        known = [(child, registered_by(child)) for child in modules]
         self._branches = [
-            _Branch(weakref.ref(child), tuple(child._modules), _owners(child))
-            for child in modules
-            if child._modules
+            _Branch(weakref.ref(child), *structure_of(child)) for child, found in known if found.modules
         ]
-        self._dicts: list[dict[str, Any]] = [child._modules for child in modules if not child._modules]
-        self._dicts += [tensors for child in modules for tensors in (child._parameters, child._buffers)]
+        self._dicts: list[dict[str, Any]] = [found.modules for _, found in known if not found.modules]
+        self._dicts += [tensors for _, found in known for tensors in (found.parameters, found.buffers)]
         self._keys = _keys(self._dicts)
         self.reshard()
 
@@ -108,16 +112,17 @@ class ModuleTree:
 
     def _tensors_of(self, owner: nn.Module, prefix: str) -> Iterator[Found]:
         flattened = self._views.get(id(owner), {})
-        for key, parameter in owner._parameters.items():
+        registered = registered_by(owner)
+        for key, parameter in registered.parameters.items():
             if parameter is not None and key not in flattened:
                 _refuse_flattened(prefix + key, parameter)
-                yield Found(prefix + key, owner._parameters, [key])
+                yield Found(prefix + key, registered.parameters, [key])
         for key, views in flattened.items():
             if views:
                 yield Found(prefix + key, views, range(len(views)))
-        for key, buffer in owner._buffers.items():
-            if buffer is not None and key not in owner._non_persistent_buffers_set:
-                yield Found(prefix + key, owner._buffers, [key])
+        for key, buffer in registered.buffers.items():
+            if buffer is not None and key not in registered.non_persistent:
+                yield Found(prefix + key, registered.buffers, [key])
 
     def changed(self) -> bool:
         """Tell whether modules, parameters or buffers were added, removed or replaced by other modules."""
@@ -134,9 +139,9 @@ class ModuleTree:
             if module is None:
                 continue
             module.reshard()
-            for group in _parameter_groups(module):
+            for group in fsdp2_groups(module):
                 if not group.is_sharded:
-                    self._refuse_unsharded(group.fsdp_params[0]._module_info)
+                    self._refuse_unsharded(fsdp2_module_info(group))
         for wrapper in filter(None, (reference() for reference in self._wrappers)):
             if fsdp1.is_in_use(wrapper):
                 what = "FullyShardedDataParallel is in a pass or summoned, so what is registered is a copy"
@@ -194,27 +199,15 @@ def _keys(dicts: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple([key for key, found in tensors.items() if found is not None]) for tensors in dicts]
 
 
-def _owners(module: nn.Module) -> list[Any]:
-    return [None if child is None else child._parameters for child in module._modules.values()]
-
-
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module with the canonical prefix of its names; a shared module once for each of its
     paths.
     """
     yield prefix, module
     wrapped = "module" if isinstance(module, DistributedDataParallel) else None
-    for key, child in module._modules.items():
+    for key, child in registered_by(module).modules.items():
         if child is not None:
             yield from _walk(child, prefix if key in WRAPPERS or key == wrapped else f"{prefix}{key}.")
-
-
-def _parameter_groups(module: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 module: several since torch 2.12, at most one before."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _refuse_flattened(name: str, parameter: nn.Parameter) -> None:

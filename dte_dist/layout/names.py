@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any, Final, NoReturn
 
+from dte_dist._torch_compat import WRAPPERS
 from dte_dist.errors import LayoutMismatch
 
 __all__ = [
@@ -32,9 +33,6 @@ Select = Callable[[str], bool] | str | Sequence[str] | None
 
 Rename = Callable[[str], str] | None
 """From the canonical name to the name that both sides agree on."""
-
-WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Path segments that wrappers insert."""
 
 _SHOWN: Final = 4
 """Names that an error lists."""

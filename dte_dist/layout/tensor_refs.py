@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dte_dist._torch_compat import ShardedTensor, preferred_device
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1
 from dte_dist.layout.blocks import Block, Runs
@@ -152,7 +152,7 @@ def _refs_of(name: str, tensor: Tensor) -> Iterator[TensorRef]:
         nothing = torch.empty(
             (0,) * len(full_shape),
             dtype=metadata.tensor_properties.dtype,
-            device=tensor._get_preferred_device(),
+            device=preferred_device(tensor),
         )
         yield TensorRef(name, {0: nothing}, 0, Region(full_shape, Block(((),) * len(full_shape))))
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dte_dist._torch_compat import base_of, local_tensor, use_count, use_counts
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1
 from dte_dist.tensors.live import LiveTensors
@@ -134,7 +135,7 @@ def is_clone(tensor: Tensor, *, is_shard: bool = False) -> bool:
         return True
     if not is_shard or not tensor.numel():
         return False
-    return _memory(tensor) == _memory(_probe(is_view=tensor._base is not None))
+    return _memory(tensor) == _memory(_probe(is_view=base_of(tensor) is not None))
 
 
 def only_here(items: Sequence[Any], index: int) -> bool:
@@ -151,7 +152,7 @@ def only_here(items: Sequence[Any], index: int) -> bool:
         (True, False)
     """
     boxed = isinstance(items[index], DTensor)
-    is_view = (items[index]._local_tensor if boxed else items[index])._base is not None
+    is_view = base_of(local_tensor(items[index]) if boxed else items[index]) is not None
     probes: list[Any] = [_Box(_probe(is_view=is_view)) if boxed else _probe(is_view=is_view)]
     also = {0: probes[0]}
     found = _references(items, index) == _references(probes, 0)
@@ -166,7 +167,7 @@ def _probe(*, is_view: bool) -> Tensor:
 def _references(items: Sequence[Any], index: int) -> tuple[Any, ...]:
     """Return all that can be counted of who holds an item; no name here may hold it."""
     if isinstance(items[index], DTensor | _Box):
-        inner = sys.getrefcount(items[index]._local_tensor), _memory(items[index]._local_tensor)
+        inner = sys.getrefcount(local_tensor(items[index])), _memory(local_tensor(items[index]))
         return sys.getrefcount(items[index]), inner
     return sys.getrefcount(items[index]), _memory(items[index])
 
@@ -176,10 +177,10 @@ def _memory(tensor: Any) -> Any:
 
     Where that cannot be counted, return something that equals nothing else.
     """
-    storage, base = tensor.untyped_storage(), tensor._base
-    uses = getattr(torch._C, "_storage_Use_Count", None)
+    storage, base = tensor.untyped_storage(), base_of(tensor)
     is_own = storage.resizable() and not (tensor.is_cpu and storage.is_shared())
-    if uses is None or not hasattr(tensor, "_use_count") or not is_own:
+    counts = use_counts(tensor, storage) if is_own else None
+    if counts is None:
         return object()
-    above = (base._use_count(), sys.getrefcount(base)) if base is not None else None
-    return uses(storage._cdata), tensor._use_count(), above
+    above = (use_count(base), sys.getrefcount(base)) if base is not None else None
+    return counts, above

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist._torch_compat import versions
 from dte_dist.errors import LayoutMismatch
 from dte_dist.kernels import BITS
 
@@ -154,17 +155,18 @@ class StandIns:
             torch.no_grad(),
         ):
             copies = [_copied(tensor, home) for tensor in live]
-        versions = np.array([copy._version for copy in copies], np.int64)
-        return cls(live, copies, np.array(places), np.array(away), np.zeros(len(live), np.int64), versions)
+        counted = np.array(versions(copies), np.int64)
+        return cls(live, copies, np.array(places), np.array(away), np.zeros(len(live), np.int64), counted)
 
     def write_back(self) -> None:
         """Write the copies that were written to into the tensors: addresses stay, counters move by one."""
-        for number, (live, copy) in enumerate(zip(self.live, self.copies, strict=True)):
-            if copy._version != self._versions[number]:
-                with torch.inference_mode(live.is_inference()), torch.no_grad():
-                    _bits(live).copy_(_bits(copy))
-                self.writes[number] += 1
-                self._versions[number] = copy._version
+        now = np.array(versions(self.copies), np.int64)
+        for number in np.flatnonzero(now != self._versions).tolist():
+            live, copy = self.live[number], self.copies[number]
+            with torch.inference_mode(live.is_inference()), torch.no_grad():
+                _bits(live).copy_(_bits(copy))
+            self.writes[number] += 1
+            self._versions[number] = now[number]
 
     def own_writes(self, writes: np.ndarray) -> np.ndarray:
         """Return how often a rank wrote to each of its tensors, where what it wrote to were stand-ins.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dte_dist._torch_compat import versions
 from dte_dist.tensors.devices import StandIns
 
 __all__ = ["LiveTensors"]
@@ -129,18 +130,14 @@ class LiveTensors:
 
     def versions(self) -> np.ndarray:
         """Return int64[tensors]: the version counter of each; -1 for an inference tensor, which has none."""
-        try:
-            found = [tensor._version for tensor in self.tensors]
-        except RuntimeError:
-            found = [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
-        return np.array(found, np.int64)
+        return np.array(versions(self.tensors), np.int64)
 
     def twin_versions(self) -> dict[tuple[int, int], int]:
         """Return the version counters of twins that somebody wrote to, by tensor and place beside it."""
         found: dict[tuple[int, int], int] = {}
         beside: dict[int, int] = {}
-        for index, twin in self.twins:
+        for (index, _), count in zip(self.twins, versions([twin for _, twin in self.twins]), strict=True):
             place = beside[index] = beside.get(index, -1) + 1
-            if not twin.is_inference() and twin._version:
-                found[index, place] = twin._version
+            if count > 0:
+                found[index, place] = count
         return found

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dte_dist._torch_compat import coalesced, nccl_options
 from dte_dist.errors import PeerLost
 from dte_dist.liveness.board import late
 from dte_dist.liveness.rendezvous import Group, Membership, PatientStore, group_of
@@ -124,8 +125,7 @@ class Communicator:
             self.watch.add(self)
 
     def _make_nccl(self, store: dist.Store) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
+        options = nccl_options(self.timeout)
         return dist.ProcessGroupNCCL(store, self._place[self.rank], len(self.members), options)
 
     def _connect(self, store: dist.Store) -> Any:
@@ -368,12 +368,7 @@ class Communicator:
         """
         if self.device.type == "cpu":
             return begin()
-        self._backend._start_coalescing()
-        try:
-            begin()
-        finally:
-            work = self._backend._end_coalescing()
-        return work
+        return coalesced(self._backend, begin)
 
     def _start(self, what: str, ranks: Sequence[int], begin: Callable[[], Any]) -> Pending:
         return Pending(self, what, tuple(ranks), self._guard(what, ranks, begin))

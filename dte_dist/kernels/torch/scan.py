@@ -16,8 +16,8 @@ from typing import Final, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from dte_dist._torch_compat import flatten, foreach_copy_, unflatten
 from dte_dist.kernels.interface import BITS, Flat
 
 __all__ = [
@@ -212,7 +212,7 @@ def gathered(flat: Flat, indices: np.ndarray, low: np.ndarray, high: np.ndarray)
     pieces = out.split((high - low).tolist())
     for places, (_, dtype) in _alike(kinds):
         joined = _joined([parts[place] for place in places], dtype).view(bits)
-        torch._foreach_copy_(
+        foreach_copy_(
             [pieces[place] for place in places], joined.split([len(pieces[place]) for place in places])
         )
     return out
@@ -224,7 +224,7 @@ def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         tensors = [tensor.view(BITS[dtype.itemsize]) for tensor in tensors]
         dtype = tensors[0].dtype
     with torch.autocast(tensors[0].device.type, enabled=False):  # it has a say in torch.cat
-        return _flatten_dense_tensors(tensors).to(dtype)
+        return flatten(tensors).to(dtype)
 
 
 def _alike(kinds: Sequence[Kind]) -> list[tuple[list[int], Kind]]:
@@ -248,7 +248,7 @@ def _assign(flat: Flat, indices: np.ndarray, bits: Tensor) -> None:
         into = [views[place] for place in places]
         mine = torch.cat([pieces[place] for place in places]) if len(kinds) > 1 else bits
         with torch.inference_mode(inference), torch.no_grad():
-            torch._foreach_copy_(into, _unflatten_dense_tensors(mine, into))
+            foreach_copy_(into, unflatten(mine, into))
     flat.writes[indices] += 1
 
 

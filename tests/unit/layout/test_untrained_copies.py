@@ -14,7 +14,7 @@ from torch import nn
 
 from dte_dist.detect.fingerprint import Fingerprint, external_writes
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout import Layout, LiveTensors, fsdp1
+from dte_dist.layout import Layout, LiveTensors
 from dte_dist.layout.untrained_copies import is_clone, only_here
 
 HELD = torch.zeros(4)
@@ -140,11 +140,6 @@ def test_a_flattened_parameter_is_refused_by_name():
             LayoutMismatch, match=r"FullyShardedDataParallel flattened the parameter.*tensor 'w'"
         ):
             build()
-
-
-def test_names_that_torch_lacks_are_told():
-    with pytest.raises(LayoutMismatch, match=rf"list has no _shapes \[got torch {torch.__version__[:4]}"):
-        fsdp1._of([], "_shapes")
 
 
 def test_writes_to_other_tensors_over_the_same_memory_are_foreign():
