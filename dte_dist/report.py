@@ -64,8 +64,8 @@ class VerifyReport:
         compared: group ranks of the receivers that hold `version` and were compared; others are seeded
             anyway.
         moved: shards of sources whose live bits are not those of `version`: trained since, or missed by a
-            detector. Not counted (0) where `verify_interval` verifies in the background, since live bits may
-            move meanwhile.
+            detector. None where `verify_interval` verifies in the background: live bits may move then, and
+            are not counted.
         seconds: of this rank.
 
     Example:
@@ -80,7 +80,7 @@ class VerifyReport:
     first: str | None
     ranks: tuple[int, ...]
     compared: tuple[int, ...]
-    moved: int
+    moved: int | None
     seconds: float
 
     @property
@@ -110,11 +110,9 @@ class VerifyReport:
             if self.ranks
             else f" (ranks {compared or 'none'})"
         )
-        moved = f"sources: {self.moved:,} shards moved since"
-        return (
-            f"{held}: {self.different:,} of {self.tensors:,} tensors differ{found}; {moved}, "
-            f"{1e3 * self.seconds:.1f} ms"
-        )
+        moved = "" if self.moved is None else f"; sources: {self.moved:,} shards moved since"
+        differ = f"{self.different:,} of {self.tensors:,} tensors differ{found}"
+        return f"{held}: {differ}{moved}, {1e3 * self.seconds:.1f} ms"
 
 
 @dataclass(frozen=True, slots=True)

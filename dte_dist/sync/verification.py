@@ -93,7 +93,7 @@ class Verifier:
             first=min(names, default=None),
             ranks=tuple(different),
             compared=tuple(ranks),
-            moved=int(table[:, _MOVED].sum()),
+            moved=int(table[:, _MOVED].sum()) if live else None,
             seconds=time.perf_counter() - begin,
         )
 

@@ -107,6 +107,14 @@ def test_a_report_as_values_of_json() -> None:
     assert report.phases == {"wire": 0.25}
 
 
+def test_moved_shards_show_only_where_they_were_counted() -> None:
+    verified = VerifyReport(8, 3, 0, None, (), (1, 2), 0, 0.5)
+    assert str(verified) == "v8: 0 of 3 tensors differ (ranks 1, 2); sources: 0 shards moved since, 500.0 ms"
+    uncounted = replace(verified, moved=None)
+    assert str(uncounted) == "v8: 0 of 3 tensors differ (ranks 1, 2), 500.0 ms"
+    assert uncounted.as_dict()["moved"] is None
+
+
 def test_phases_add_up_and_count_a_block_that_raised() -> None:
     phases = Phases()
     with phases("wire"):
