@@ -108,7 +108,8 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be
+            ValueError: an argument is of the wrong type, `select` chooses no tensor or has a pattern that
+                matches none, or a name cannot be
                 written as UTF-8.
 
         Example:
@@ -118,8 +119,8 @@ class Layout:
         """
         tree, rule = ModuleTree(module), NameRule.of(select, rename)
         layout = cls(_ModuleWatcher(tree, rule), partial=select is not None)
-        if not layout._spots and (left := tree.tensors()):
-            rule.refuse_no_match([found.name for found in left])
+        if not layout._spots or rule.patterns is not None:
+            rule.refuse_no_match([found.name for found in tree.tensors()])
         return layout
 
     @classmethod
@@ -140,7 +141,8 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be
+            ValueError: an argument is of the wrong type, `select` chooses no tensor or has a pattern that
+                matches none, or a name cannot be
                 written as UTF-8.
 
         Example:
@@ -150,7 +152,7 @@ class Layout:
         items = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
         rule = NameRule.of(select, rename)
         layout = cls(refs_of_tensors(items, rule), partial=select is not None)
-        if not layout._spots and items:
+        if not layout._spots or rule.patterns is not None:
             rule.refuse_no_match([canonical_name(name) for name, _ in items])
         return layout
 

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 Select = Callable[[str], bool] | str | Sequence[str] | None
-"""Which slots take part: a predicate on the canonical name, or fnmatch patterns, of which one must match."""
+"""Which slots take part: a predicate on the canonical name, or fnmatch patterns, of which one must match.
+Each pattern must match some name."""
 
 Rename = Callable[[str], str] | None
 """From the canonical name to the name that both sides agree on."""
@@ -99,23 +100,35 @@ class NameRule:
             raise ValueError(f"rename returned {renamed!a} for {name!a}: {_SURROGATE}")
         return renamed
 
-    def refuse_no_match(self, names: Sequence[str]) -> NoReturn:
-        """Raise because `select` leaves out every tensor: nothing would be synchronised, and nothing would
-        say so.
+    def refuse_no_match(self, names: Sequence[str]) -> None:
+        """Refuse a `select` that leaves out every tensor, or has a pattern that matches none: what was meant
+        would not be synchronised, and nothing would say so.
 
         Args:
-            names: the canonical names of all tensors, at least one.
+            names: the canonical names of all tensors; where there are none, nothing can be chosen.
 
         Raises:
             ValueError: names the patterns, and some of the tensors.
         """
+        if not names:
+            return
+        if not any(map(self.select, names)):
+            self._refuse(names)
+        for pattern in self.patterns or ():
+            if not any(map(re.compile(translate(pattern)).match, names)):
+                what = f"the pattern {pattern!r} of select= matches no tensor: the names are {_shown(names)}"
+                hint = "choose from these names; a rank without such tensors leaves the pattern out"
+                raise ValueError(f"{what}. Hint: {hint}.")
+
+    def _refuse(self, names: Sequence[str]) -> NoReturn:
+        """Raise because nothing is chosen."""
         said = "a function" if self.patterns is None else ", ".join(map(repr, self.patterns)) or "no patterns"
-        shown = ", ".join(f"{name!a}" for name in names[:_SHOWN])
-        shown += f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         hint = (
             "choose from these names; a rank that has none of the tensors passes an empty torch.nn.Module()"
         )
-        raise ValueError(f"select= chooses no tensor: it is {said}, and the names are {shown}. Hint: {hint}.")
+        raise ValueError(
+            f"select= chooses no tensor: it is {said}, and the names are {_shown(names)}. Hint: {hint}."
+        )
 
 
 def refuse_duplicates(names: Iterable[str]) -> None:
@@ -143,6 +156,11 @@ def refuse_unencodable(names: Iterable[str]) -> None:
     for name in names:
         if not _is_encodable(name):
             raise ValueError(f"the name {name!a} of a tensor cannot be sent to other ranks: {_SURROGATE}")
+
+
+def _shown(names: Sequence[str]) -> str:
+    shown = ", ".join(f"{name!a}" for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _is_encodable(name: str) -> bool:
