@@ -95,8 +95,8 @@ def delta_broadcast(
             "receiver": whatever the receivers hold. A dtype may be given by its name: "bf16", "bfloat16",
             "fp16", "float16", "half", "fp32", "float32", "float". Default: the dtype of the sources.
         select: names to sync, as one or several fnmatch patterns or a function of the name. A receiver that
-            passes it may hold part of the model. Each pattern must match some tensor, unless the
-            module has none. Default: all.
+            passes it may hold part of the model. It must choose some tensor, unless the module has none; a
+            pattern that matches none is warned of. Default: all.
         rename: function from this rank's names to the names all ranks agree on.
         anchor_interval: send everything after so many deltas. Default: never.
         verify_interval: compare digests of all copies after so many versions, as `dte_dist.verify` does; see

@@ -1,7 +1,7 @@
 """The older FullyShardedDataParallel (FSDP1): how torch keeps it.
 
 A unit of FSDP1 flattens its parameters into one FlatParameter and gives each rank of its group an equal
-range of that. torch has no public way to ask which elements a rank holds, nor where they lie: `_torch_compat`
+range of that. torch has no public way to ask which elements a rank holds, nor where they lie: `_torch_fsdp`
 reads the private names that are needed for it. Where torch lacks one, a `LayoutMismatch` says so.
 
 Torch keeps up to four kinds of tensors over the same elements, each with a version counter of its own:
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dte_dist._torch_compat import (
+from dte_dist._torch_compat import read, registered_by
+from dte_dist._torch_fsdp import (
     FLAT_PARAMETER,
     flat_columns,
     flat_gathered,
@@ -41,8 +42,6 @@ from dte_dist._torch_compat import (
     fsdp1_write_back,
     is_cloned_by_fsdp1,
     is_flattened_by_fsdp1,
-    read,
-    registered_by,
 )
 from dte_dist.errors import LayoutMismatch
 

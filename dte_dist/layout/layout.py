@@ -108,8 +108,7 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type, `select` chooses no tensor or has a pattern that
-                matches none, or a name cannot be
+            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be
                 written as UTF-8.
 
         Example:
@@ -141,8 +140,7 @@ class Layout:
 
         Raises:
             LayoutMismatch: a tensor cannot be synchronised, or two have the same name; names them.
-            ValueError: an argument is of the wrong type, `select` chooses no tensor or has a pattern that
-                matches none, or a name cannot be
+            ValueError: an argument is of the wrong type, `select` chooses no tensor, or a name cannot be
                 written as UTF-8.
 
         Example:

@@ -24,12 +24,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from dte_dist._torch_compat import (
-    WRAPPERS,
+from dte_dist._torch_compat import WRAPPERS, registered_by, structure_of
+from dte_dist._torch_fsdp import (
     fsdp2_groups,
     fsdp2_module_info,
-    registered_by,
-    structure_of,
 )
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import fsdp1

@@ -9,6 +9,7 @@ a common name of real submodules: it goes only where the module walk met a `Dist
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,7 @@ __all__ = [
 ]
 
 Select = Callable[[str], bool] | str | Sequence[str] | None
-"""Which slots take part: a predicate on the canonical name, or fnmatch patterns, of which one must match.
-Each pattern must match some name."""
+"""Which slots take part: a predicate on the canonical name, or fnmatch patterns, of which one must match."""
 
 Rename = Callable[[str], str] | None
 """From the canonical name to the name that both sides agree on."""
@@ -101,8 +101,8 @@ class NameRule:
         return renamed
 
     def refuse_no_match(self, names: Sequence[str]) -> None:
-        """Refuse a `select` that leaves out every tensor, or has a pattern that matches none: what was meant
-        would not be synchronised, and nothing would say so.
+        """Refuse a `select` that leaves out every tensor: nothing would be synchronised, without a word. Warn
+        of a pattern that matches none: it is mistyped, or its tensors are on other ranks.
 
         Args:
             names: the canonical names of all tensors; where there are none, nothing can be chosen.
@@ -117,8 +117,8 @@ class NameRule:
         for pattern in self.patterns or ():
             if not any(map(re.compile(translate(pattern)).match, names)):
                 what = f"the pattern {pattern!r} of select= matches no tensor: the names are {_shown(names)}"
-                hint = "choose from these names; a rank without such tensors leaves the pattern out"
-                raise ValueError(f"{what}. Hint: {hint}.")
+                hint = "choose from these names, unless the tensors are on other ranks"
+                warnings.warn(f"{what}. Hint: {hint}.", stacklevel=2)
 
     def _refuse(self, names: Sequence[str]) -> NoReturn:
         """Raise because nothing is chosen."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dte_dist import _torch_compat as compat
+from dte_dist import _torch_fsdp as fsdp
 from dte_dist.errors import DeltaError, LayoutMismatch
 
 
@@ -35,11 +36,11 @@ class Bare:
         (compat.preferred_device, "_get_preferred_device"),
         (compat.registered_by, "_non_persistent_buffers_set"),
         (compat.structure_of, "_modules"),
-        (compat.fsdp2_groups, "_get_fsdp_state"),
-        (compat.fsdp2_module_info, "fsdp_params"),
-        (compat.flat_columns, "_param_infos"),
-        (compat.fsdp1_shows_gathered, "_skipped_use_sharded_views"),
-        (compat.fsdp1_write_back, "_use_orig_params"),
+        (fsdp.fsdp2_groups, "_get_fsdp_state"),
+        (fsdp.fsdp2_module_info, "fsdp_params"),
+        (fsdp.flat_columns, "_param_infos"),
+        (fsdp.fsdp1_shows_gathered, "_skipped_use_sharded_views"),
+        (fsdp.fsdp1_write_back, "_use_orig_params"),
         (lambda bare: compat.read(bare, "flat_param"), "flat_param"),
     ],
 )
@@ -52,11 +53,11 @@ def test_a_name_that_torch_lacks_is_an_error_that_says_which(read, missing):
 
 def test_names_without_which_nothing_is_wrong_may_be_missing():
     bare: Any = Bare()
-    found = [compat.flat_local_shard(bare), compat.fsdp1_handle(bare), compat.fsdp1_mesh(bare)]
-    assert found == [None] * 3 and compat.fsdp1_replica_group(bare) is None
-    assert compat.flat_gathered(bare) == [] and compat.use_count(bare) is None
+    found = [fsdp.flat_local_shard(bare), fsdp.fsdp1_handle(bare), fsdp.fsdp1_mesh(bare)]
+    assert found == [None] * 3 and fsdp.fsdp1_replica_group(bare) is None
+    assert fsdp.flat_gathered(bare) == [] and compat.use_count(bare) is None
     assert compat.use_counts(bare, bare) is None
-    assert not compat.is_flattened_by_fsdp1(bare) and not compat.is_cloned_by_fsdp1(bare)
+    assert not fsdp.is_flattened_by_fsdp1(bare) and not fsdp.is_cloned_by_fsdp1(bare)
 
 
 def test_operations_are_not_begun_where_they_cannot_be_joined():
