@@ -156,7 +156,9 @@ class FrameBuilder:
         old = changed.old if self._selector.relative(width) else None
         values = changed.new if old is None else self._codecs.ulp_deltas(old, changed.new)
         for lane in self._lanes:
-            lane.add(width, changed, values, relative=old is not None)
+            # A frame writer may overwrite distances, which other lanes need too.
+            is_spoilt = old is not None and lane.is_direct and len(self._lanes) > 1
+            lane.add(width, changed, values.clone() if is_spoilt else values, relative=old is not None)
 
     def collect(self) -> list[Tensor]:
         """Return the frames by lane and chunk; empty where nothing changed. Nothing is added any more."""
@@ -172,6 +174,8 @@ def _writer(lane: Lane, common: _Common) -> _DirectLane | _TranslatedLane:
 
 class _DirectLane:
     """Write changes as they are found; one frame is in the making at a time."""
+
+    is_direct = True
 
     def __init__(self, lane: Lane, common: _Common) -> None:
         self.codecs: Counter[str] = Counter()
@@ -237,6 +241,8 @@ class _Found:
 
 class _TranslatedLane:
     """Translate changes as they are found; write their frames when all are known."""
+
+    is_direct = False
 
     def __init__(self, lane: Lane, into: Mapping[int, Sequence[IndexMap]], common: _Common) -> None:
         self.codecs: Counter[str] = Counter()

@@ -278,6 +278,37 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
     assert torch.equal(bits_of(copy[:, :20]), bits_of(full[part, :20]))
 
 
+@every_codec
+def test_lanes_of_one_source_do_not_spoil_each_other(codec: str, waves: None) -> None:
+    """Three kinds of receivers: two hold all that the source has, the one between them some rows."""
+    rng = torch.Generator().manual_seed(9)
+    trained = random((40, 30), torch.bfloat16, rng)
+    whole, rows = Block.whole((40, 30)), Block((((3, 20),), ((0, 30),)))
+    own, part = ({2: FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))} for block in (whole, rows))
+    pair = pair_spaces(own, part)
+    into, back = {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])}
+    coded, chunks = Coded(codec, {"w": trained}), ChunkPlan({0: {2: pair[2].numel}}, 600).chunks(0)
+    lanes = [Lane(0, coded.chunks), Lane(1, chunks, into, back), Lane(2, coded.chunks)]
+    copies = [trained.clone(), trained[3:23].clone(), trained.clone()]
+    homes = [build_index_maps(own[2], own[2]), build_index_maps(pair[2], part[2])]
+    targets = [Target(FlatTensors([copy], 2), {0: homes[number == 1]}) for number, copy in enumerate(copies)]
+    source = coded.source
+    for density, near in ((0.1, True), (1.0, True), (0.6, False), (0.02, True)):
+        step({"w": trained}, rng, density, near)
+        made = SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1)
+        source.prepare(made.version, False, Phases(), lanes=Lanes(0, lanes), selector=chooser_of(codec))
+        frames, staged = iter(source.frames()), StagedPatch()
+        for lane, target in zip(lanes, targets, strict=True):
+            for chunk, frame in zip(lane.chunks, frames, strict=False):
+                head = made.of_lane(lane.number).frame_head(0, len(lane.chunks), chunk)
+                for segment in read_frame(frame, head) if len(frame) else ():
+                    staged.add(target, 0, segment)
+        staged.apply()
+        source.commit(made.version, source.state.lineage, full=False)
+        for copy, expected in zip(copies, (trained, trained[3:23], trained), strict=True):
+            assert torch.equal(bits_of(copy), bits_of(expected))
+
+
 # Patches ----------------------------------------------------------------------------------------------------
 # -----------------
 
