@@ -1,19 +1,19 @@
-"""Unit tier: a folder of the package imports what stands before it; docs/design.md tells the order."""
+"""Unit tier: a folder of the package imports what stands before it, and documents name only what is there.
+
+docs/architecture.md tells the order of folders and the way of one changed element.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
-from functools import cache
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).parent.parent.parent / "dte_dist"
+DOCS = ROOT.parent / "docs"
 
 ORDER = [
     "errors",
@@ -34,12 +34,6 @@ ORDER = [
     "api",
 ]
 """Folders and files of the package, each after all that it imports."""
-
-COMPAT = {ROOT / "_torch_compat.py", ROOT / "_torch_fsdp.py"}
-"""The only file that may use private names of torch."""
-
-OTHERS = {"_cache", "_cache_file", "_source_stamp"}
-"""Private names of numba, which kernels/compiled.py uses."""
 
 LONGEST = 540
 """Lines of a file, at most: a bound that may only come down."""
@@ -80,97 +74,37 @@ def test_no_file_is_too_long(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.endswith("__")
+def stations() -> list[tuple[str, str]]:
+    """Return file and function of each station in the pictures of docs/architecture.md."""
+    pictures = re.findall(r"```text\n(.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)
+    return re.findall(r"(\S+\.py) +([A-Z]\w+\.\w+|\w+)", "\n".join(pictures))
 
 
-@cache
-def torch_names() -> frozenset[str]:
-    """Return private names that objects of torch have."""
-    owners = torch, Tensor, torch._C, DTensor, FSDPModule, FullyShardedDataParallel, nn.Module()
-    return frozenset(name for owner in owners for name in dir(owner) if is_private(name))
+def functions(path: Path) -> set[str]:
+    """Return the functions of a file, methods as `Class.method`."""
+    body = ast.parse(path.read_text()).body
+    methods = [
+        f"{node.name}.{each.name}"
+        for node in body
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef)
+    ]
+    return {*methods, *(node.name for node in body if isinstance(node, ast.FunctionDef))}
 
 
-@cache
-def own_names() -> frozenset[str]:
-    """Return private names that the package itself defines."""
-    found = set()
-    for node in (node for path in files() for node in ast.walk(ast.parse(path.read_text()))):
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
-                found.add(name)
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                found.add(name)
-    return frozenset(filter(is_private, found))
+def test_the_way_of_one_changed_element_names_functions_that_exist() -> None:
+    assert len(stations()) > 30
+    assert [(file, name) for file, name in stations() if name not in functions(ROOT / file)] == []
 
 
-def private_torch(tree: ast.AST) -> Iterator[str]:
-    """Yield the private names of torch in imports, as attributes, and in getattr and the like."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
-                paths = [f"{module}.{alias.name}" for alias in names]
-                yield from (path for path in paths if any(map(is_private, path.split("."))))
-            case ast.Import(names=names):
-                paths = [alias.name for alias in names if alias.name.split(".")[0] == "torch"]
-                yield from (path for path in paths if any(map(is_private, path.split("."))))
-            case ast.Attribute(value=ast.Name(id="self" | "cls")):
-                pass
-            case ast.Attribute(attr=name) if is_foreign(name):
-                yield name
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "attrgetter"), args=[*values]):
-                yield from texts(values, is_foreign)
-            case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[*values]):
-                yield from texts(values, is_foreign)
-            case ast.Call(func=ast.Name(id="import_module"), args=[*values]):
-                yield from texts(values, lambda path: any(map(is_private, path.split("."))))
+def words() -> list[str]:
+    """Return the words of docs/glossary.md, as they stand there."""
+    lines = (DOCS / "glossary.md").read_text().splitlines()
+    return [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:]
 
 
-def is_foreign(name: str) -> bool:
-    """Return whether a private name is one of torch, or at least none of ours."""
-    return is_private(name) and (name in torch_names() or name not in own_names()) and name not in OTHERS
-
-
-def texts(values: list[ast.expr], wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Yield the strings among arguments that are wanted."""
-    strings = [value.value for value in values if isinstance(value, ast.Constant)]
-    yield from (text for text in strings if isinstance(text, str) and wanted(text))
-
-
-@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_names_of_torch_are_in_two_files(path: Path) -> None:
-    found = list(private_torch(ast.parse(path.read_text())))
-    if path in COMPAT:
-        assert len(found) > 10
-    else:
-        assert not found, f"use a function of _torch_compat or _torch_fsdp, or add one, for {found}"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from torch._utils import x",
-        "from torch.utils import _x",
-        "import torch._inductor.config",
-        "from torch import distributed, _C",
-        "torch._foreach_copy_(a, b)",
-        "x = tensor._version",
-        "x = module.child._parameters['w']",
-        "x = tensor._local_tensor._base",
-        "x = getattr(tensor, '_spec', None)",
-        "x = vars(flat).get('_local_shard')",
-        "x = handle._surely_none_of_ours",
-        "x = import_module('torch._utils')",
-        "backend._end_coalescing()",
-    ],
-)
-def test_private_names_of_torch_are_found(code: str) -> None:
-    assert list(private_torch(ast.parse(code)))
-
-
-@pytest.mark.parametrize(
-    "code",
-    ["self._version = 1", "from torch import nn", "x.__class__.__name__", "layout._spots", "x.get('a')"],
-)
-def test_names_that_are_not_private_ones_of_torch_pass(code: str) -> None:
-    assert not list(private_torch(ast.parse(code)))
+def test_each_word_of_the_glossary_stands_once_and_in_order() -> None:
+    plain = [re.sub(r" \(.*\)$", "", word).lower() for word in words()]
+    assert len(plain) > 50
+    assert plain == sorted(set(plain))
