@@ -3,8 +3,8 @@
 1. `of` takes down where every tensor lies and autograd's version counter, which moves with every write that
    autograd sees.
 2. A sync takes one when it begins and compares it with the one of its last commit.
-3. It takes another before it votes and one after it wrote: `foreign_writes` says which counters moved further
-   than its own writes did.
+3. It takes another before it votes and one after it wrote: `external_writes` says which counters moved
+   further than its own writes did.
 
 Inference tensors have no version counter. They are fingerprinted by a digest of their bits, which costs one
 read of them. Writes through `tensor.data` or numpy move no counter and are not noticed: `dte_dist.invalidate`
