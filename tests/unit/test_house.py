@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dte_dist import delta_broadcast
+from dte_dist.options import SyncOptions
+
 ROOT = Path(__file__).parent.parent.parent / "dte_dist"
 DOCS = ROOT.parent / "docs"
 
@@ -108,3 +111,10 @@ def test_each_word_of_the_glossary_stands_once_and_in_order() -> None:
     plain = [re.sub(r" \(.*\)$", "", word).lower() for word in words()]
     assert len(plain) > 50
     assert plain == sorted(set(plain))
+
+
+@pytest.mark.parametrize("option", SyncOptions.__annotations__)
+def test_each_option_is_described_where_users_look(option: str) -> None:
+    readme = (ROOT.parent / "README.md").read_text().split("\n## Options")[1].split("\n## ")[0]
+    assert re.search(rf"^        {option}: ", str(delta_broadcast.__doc__), re.MULTILINE)
+    assert re.search(rf"^\|.*`{option}`.* \|", readme, re.MULTILINE)
