@@ -151,6 +151,8 @@ class DeltaTracker:
             version, full: as for `diff`.
 
         Example:
+            >>> from dte_dist.layout.named import read_named, slots_of
+            >>> from dte_dist.plan.sender_space import SenderSpace
             >>> tensors = {"w": torch.zeros(3)}
             >>> space = SenderSpace.of_whole(slots_of(tensors))
             >>> dte_dist.DeltaTracker().diff_space(read_named(tensors), space, version=1).full
