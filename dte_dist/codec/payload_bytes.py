@@ -9,7 +9,7 @@ The description is JSON:
 and blanks up to a multiple of 8 bytes. The data are the tensors of all names end to end, those of the widest
 elements first so that each lies at a multiple of its element size, and zeros up to a multiple of 8 bytes.
 Each travels in frames, those of the description first: up to `PIECE` bytes, and behind them 8 bytes with a
-checksum (see `kernels.checksum`) to which the number of the piece is added, and for data a checksum of the
+checksum (`Kernels.checksum`) to which the number of the piece is added, and for data a checksum of the
 description. So no frame is taken for another one. Where a piece begins follows from its number.
 """
 

@@ -118,3 +118,13 @@ def test_each_option_is_described_where_users_look(option: str) -> None:
     readme = (ROOT.parent / "README.md").read_text().split("\n## Options")[1].split("\n## ")[0]
     assert re.search(rf"^        {option}: ", str(delta_broadcast.__doc__), re.MULTILINE)
     assert re.search(rf"^\|.*`{option}`.* \|", readme, re.MULTILINE)
+
+
+DOCUMENTS = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_files_that_exist(document: Path) -> None:
+    named = re.findall(r"`((?:\w+/)+\w+\.(?:py|md|toml))(?:::\w+)?`", document.read_text())
+    homes = [ROOT.parent, ROOT, ROOT.parent / "tests"]
+    assert [name for name in named if not any((home / name).exists() for home in homes)] == []
