@@ -1,4 +1,4 @@
-"""Unit tier: private names of torch stand in two files of the package, where each has a fall-back or an error."""
+"""Unit tier: private names of torch stand in two files of the package, each with a fall-back or an error."""
 
 from __future__ import annotations
 
