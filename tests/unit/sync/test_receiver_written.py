@@ -18,7 +18,7 @@ from dte_dist.report import Phases
 from dte_dist.sync.control import INVALIDATED, OTHER_CHANNEL, WRITTEN
 from dte_dist.sync.staging import StagedPatch
 from dte_dist.sync.version import NONE
-from tests.unit.sync.test_source import STREAM, Pair, same_bits, weights
+from tests.unit.sync.pair import STREAM, Pair, same_bits, weights
 
 Disturb = Callable[[dict[str, Tensor]], None]
 

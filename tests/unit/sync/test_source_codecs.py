@@ -1,5 +1,5 @@
-"""Unit tier, no ranks: version chains and patches over every pair of codecs, distances above all; over both
-kinds of lanes.
+"""Unit tier, no ranks: version chains over every pair of codecs, distances above all; over both kinds of
+lanes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dte_dist import kernels
-from dte_dist.codec import CodecSelector, Segment, read_frame
+from dte_dist.codec import read_frame
 from dte_dist.codec.index_codecs import INDEX_CODECS
 from dte_dist.codec.value_codecs import VALUE_CODECS
-from dte_dist.kernels import cpu
-from dte_dist.kernels import torch as torch_kernels
 from dte_dist.layout import Block
 from dte_dist.plan.chunks import ChunkPlan
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
@@ -25,15 +22,16 @@ from dte_dist.report import Phases
 from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.sync.version import NONE, SyncStep
-from dte_dist.tensors.flat import BITS, FlatTensors
-from tests.unit.sync.test_source import SCHEMA, Pair, same_bits
+from dte_dist.tensors.flat import FlatTensors
+from tests.unit.sync.coded import Coded, bits_of, chooser_of, random, step, strided
+from tests.unit.sync.pair import SCHEMA, same_bits
 
 PAIRS = [
     f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
 ]
+
 CHOICES = [*PAIRS, "fast", "small", "auto"]
 every_codec = pytest.mark.parametrize("codec", CHOICES)
-both = pytest.mark.parametrize("codecs", [cpu, torch_kernels], ids=["cpu", "torch"])
 DTYPES = (
     torch.bfloat16,
     torch.float32,
@@ -58,35 +56,6 @@ def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr("dte_dist.sync.versioned_snapshot.SEGMENT", 64)
 
 
-def chooser_of(codec: str) -> CodecSelector:
-    return CodecSelector(codec, bytes_per_second=1e7 if codec == "auto" else None)
-
-
-class Coded(Pair):
-    """A pair whose source chooses its codecs."""
-
-    def __init__(self, codec: str, *args, **options) -> None:
-        self.selector = chooser_of(codec)
-        super().__init__(*args, **options)
-
-    def prepare(self) -> list[Tensor]:
-        self.source.prepare(
-            self.source.state.version + 1, False, Phases(), self.detector, selector=self.selector
-        )
-        return self.source.frames()
-
-
-def random(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
-    """Any bits, NaNs and all; of 0 and 1 for bool."""
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=rng).to(torch.bool)
-    return (
-        torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng, dtype=torch.uint8)
-        .view(dtype)
-        .reshape(shape)
-    )
-
-
 def weights(rng: torch.Generator) -> dict[str, Tensor]:
     """Tensors of many dtypes, of no dimension, of one element, with a border in the middle of nowhere."""
     shapes = [(20, 30), (), (1,), (900,), (5, 4, 6)]
@@ -94,29 +63,6 @@ def weights(rng: torch.Generator) -> dict[str, Tensor]:
         f"{i}.{str(dtype)[6:]}": random(shape, dtype, rng)
         for i, (shape, dtype) in enumerate(product(shapes, DTYPES))
     }
-
-
-def strided(tensor: Tensor, kind: int) -> Tensor:
-    """Return a zero tensor of the same shape that is transposed, a part of a larger one, or contiguous."""
-    if kind == 0 or tensor.dim() == 0:
-        return torch.zeros_like(tensor)
-    if kind == 1:
-        return torch.zeros(tuple(reversed(tensor.shape)), dtype=tensor.dtype).permute(
-            *reversed(range(tensor.dim()))
-        )
-    return torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 3), dtype=tensor.dtype)[..., 2:-1]
-
-
-def step(trained: dict[str, Tensor], rng: torch.Generator, density: float, near: bool) -> None:
-    """Change bits: by a step of the last bits, or to any others."""
-    for tensor in trained.values():
-        other = (
-            tensor.view(BITS[tensor.element_size()]) ^ 1
-            if near
-            else random(tuple(tensor.shape), tensor.dtype, rng)
-        )
-        where = torch.rand(tensor.shape, generator=rng) < density
-        tensor.copy_(torch.where(where, other.view(tensor.dtype), tensor).view(tensor.dtype))
 
 
 @every_codec
@@ -159,10 +105,6 @@ def test_chains_of_deltas_are_bit_exact(codec: str, waves: None) -> None:
             ]
             assert torch.equal(torch.cat(live), known)
         assert pair.sync() == 0
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
 
 
 @pytest.mark.parametrize("codec", ["small", "ef+planes", "dense+planes", "u16+ulp"])
@@ -234,10 +176,6 @@ def test_the_small_codecs_are_small() -> None:
     assert same_bits(pair.trained, pair.copy)
 
 
-# The lanes of the p2p route
-# --------------------------------------------------------------------------------------------------
-
-
 @every_codec
 @pytest.mark.parametrize("part", [slice(3, 17), slice(0, 1), slice(0, 40)], ids=["rows", "one row", "whole"])
 def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
@@ -307,94 +245,3 @@ def test_lanes_of_one_source_do_not_spoil_each_other(codec: str, waves: None) ->
         source.commit(made.version, source.state.lineage, full=False)
         for copy, expected in zip(copies, (trained, trained[3:23], trained), strict=True):
             assert torch.equal(bits_of(copy), bits_of(expected))
-
-
-# Patches ----------------------------------------------------------------------------------------------------
-# -----------------
-
-
-@both
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-@pytest.mark.parametrize("homes", ["apart", "one memory", "one memory, transposed"])
-def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tied tensor may lie in a receiver twice, or under two names in one place, where nothing may be added
-    twice.
-    """
-    monkeypatch.setattr(kernels, "on", lambda device: codecs)
-    block = Block.whole((4, 5))
-    source = FlatSpace.of(2, Pieces.of([Piece(0, 0, block)]))
-    receiver = FlatSpace.of(2, Pieces.of([Piece(0, 0, block), Piece(0, 1, block)]))
-    first = torch.arange(20, dtype=torch.int16).view(4, 5)
-    first = first.t().contiguous().t() if homes.endswith("transposed") else first
-    tensors = [first, first if homes.startswith("one") else first.clone()]
-    target = Target(FlatTensors(tensors, 2), {0: build_index_maps(source, receiver)})
-    assert len(target.index_maps[0]) == 2
-    positions = torch.tensor([0, 6, 19], dtype=torch.int32)
-    distances = torch.tensor([5, -3, 7], dtype=torch.int16)
-    if dense:
-        distances = torch.zeros(20, dtype=torch.int16).index_put((positions.long(),), distances)
-    staged = StagedPatch()
-    staged.add(target, 0, Segment(0, 20, None if dense else positions, distances, relative=True))
-    expected = torch.arange(20, dtype=torch.int16)
-    assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
-    staged.apply()
-    expected[[0, 6, 19]] += torch.tensor([5, -3, 7], dtype=torch.int16)
-    assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
-
-
-@pytest.mark.parametrize("codec", ["i32+ulp", "bitmap+planes", "dense+planes", "ef+raw"])
-def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> None:
-    """On the p2p route the elements that are in both cuts travel twice, and each time they have two homes."""
-    rng = torch.Generator().manual_seed(9)
-    own, theirs = (
-        {2: FlatSpace.of(2, Pieces.of([Piece(0, i, block) for i, block in enumerate(blocks)]))}
-        for blocks in (
-            [Block.whole((6, 8))],
-            [Block((((0, 6),), ((0, 3),))), Block((((2, 3),), ((0, 8),)))],
-        )
-    )
-    pair = pair_spaces(own, theirs)
-    assert pair[2].numel == 18 + 24
-    trained = random((6, 8), torch.bfloat16, rng)
-    copies = [trained[:, :3].clone(), trained[2:5].clone()]
-    chunks = ChunkPlan({0: {2: pair[2].numel}}, 64).chunks(0)
-    lane = Lane(0, chunks, {2: build_index_maps(own[2], pair[2])}, {2: build_index_maps(pair[2], own[2])})
-    target = Target(FlatTensors(copies, 2), {0: build_index_maps(pair[2], theirs[2])})
-    source = Coded(codec, {"w": trained}).source
-    for density in (0.3, 0.9):
-        step({"w": trained}, rng, density, True)
-        source.prepare(
-            source.state.version + 1,
-            False,
-            Phases(),
-            lanes=Lanes(0, [lane]),
-            selector=chooser_of(codec),
-        )
-        made, staged = (
-            SyncStep(SCHEMA, source.state.lineage, source.state.version, source.state.version + 1).of_lane(0),
-            StagedPatch(),
-        )
-        for chunk, frame in zip(chunks, source.frames(), strict=True):
-            for segment in read_frame(frame, made.frame_head(0, len(chunks), chunk)) if len(frame) else ():
-                staged.add(target, 0, segment)
-        staged.apply()
-        source.commit(source.state.version + 1, source.state.lineage, full=False)
-        assert torch.equal(bits_of(copies[0]), bits_of(trained[:, :3])) and torch.equal(
-            bits_of(copies[1]), bits_of(trained[2:5])
-        )
-
-
-@both
-@pytest.mark.parametrize("kind", [0, 1, 2], ids=["contiguous", "transposed", "sliced"])
-def test_collect_is_the_reverse_of_place(codecs, kind: int) -> None:
-    """What a receiver does not hold stays as it is."""
-    rows, columns = Block((((0, 6),), ((0, 8),))), Block((((1, 4),), ((0, 2), (5, 3))))
-    source, receiver = (FlatSpace.of(4, Pieces.of([Piece(0, 0, block)])) for block in (rows, columns))
-    held = strided(torch.zeros(4, 5, dtype=torch.int32), kind)
-    held.copy_(torch.arange(20).view(4, 5) + 100)
-    (index_map,) = build_index_maps(source, receiver)
-    out = torch.full((40,), -1, dtype=torch.int32)
-    codecs.gather_dense_flat(index_map, 4, out, FlatTensors([held], 4))
-    expected = torch.full((6, 8), -1, dtype=torch.int32)
-    expected[1:5, [0, 1, 5, 6, 7]] = held
-    assert torch.equal(out, expected.view(-1)[4:44])

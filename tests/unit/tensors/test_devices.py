@@ -29,8 +29,8 @@ from dte_dist.layout import brought_home, home_of, one_device
 from dte_dist.sync.version import NONE
 from dte_dist.tensors import devices
 from dte_dist.tensors.devices import StandIns
+from tests.unit.sync.pair import Pair, bits, same_bits
 from tests.unit.sync.test_engine import random_bits
-from tests.unit.sync.test_source import Pair, bits, same_bits
 
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 FAR: dict[int, Tensor] = {}  # by address, and kept, so that no other tensor comes to lie there
