@@ -1,6 +1,6 @@
 """Mutational fuzzing: valid inputs are damaged at random, and a reader must return the right thing or refuse.
 
-    DTE_FUZZ_SEED=7 DTE_FUZZ_INPUTS=5000 python -m pytest tests/unit/codec/test_frame_fuzz.py
+    DTE_FUZZ_SEED=7 DTE_FUZZ_INPUTS=5000 python -m pytest tests/unit -k fuzz
 
 The seed of a run is printed with what it found; without one in the environment it is another one each time.
 Input number n of a reader depends on the seed, on the name of the reader and on n alone.
@@ -22,13 +22,16 @@ from typing import Any
 
 from dte_dist.errors import FrameError, LayoutMismatch, VersionError
 
-__all__ = ["EXTREMES", "damage_bytes", "damage_json", "fuzz", "limited_memory"]
+__all__ = ["EXTREMES", "damage_bytes", "damage_json", "fuzz", "limited_memory", "refuses_or_is_harmless"]
 
 SEED = int(os.environ.get("DTE_FUZZ_SEED") or secrets.randbits(32))
 INPUTS = int(os.environ.get("DTE_FUZZ_INPUTS") or 0)
 REFUSED = (FrameError, LayoutMismatch, VersionError)
 ROOM = 384 << 20
 """Bytes of addresses that reading one small input may take; what is more raises a MemoryError."""
+
+READABLE = {"read", "decided", "sound", "an error", "applied"}
+"""The words for an input that was taken."""
 
 PATIENCE = 30.0
 """Seconds that reading one input never takes, whatever else the machine does."""
@@ -115,6 +118,12 @@ def fuzz(name: str, inputs: int, one: Callable[[Random], str]) -> Counter[str]:
     print(f"DTE_FUZZ_SEED={SEED} {name}: {dict(counts)}, the longest in {longest:.3f} s")
     assert longest < PATIENCE
     return counts
+
+
+def refuses_or_is_harmless(reader: Callable[[Random], str], inputs: int) -> None:
+    """Fuzz a reader; fail if it never refused."""
+    counts = fuzz(reader.__name__, inputs, reader)
+    assert sum(counts.values()) > 0 and counts.keys() - READABLE, f"no input was ever refused: {counts}"
 
 
 def damage_bytes(rng: Random, data: bytes, others: Sequence[bytes] = (), *, most: int = 3) -> bytes:
