@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dte_dist.errors import FrameError, VersionError, VersionReplay
-from dte_dist.sync.control import NONE, REASONS, SEED_REASONS, ControlRow, Decision, decide
-from dte_dist.sync.row_bounds import check_rows
+from dte_dist.errors import VersionError, VersionReplay
+from dte_dist.sync.control import NONE, REASONS, ControlRow, Decision, decide
 
 STREAM, OTHER, PROPOSAL = 77, 88, 99
 FIELDS = len(fields(ControlRow))
@@ -33,7 +32,6 @@ def receiver(version: int = 7, lineage: int = STREAM, **more: int) -> ControlRow
 
 FRESH_SOURCE = source(NONE, 0, full=1, reason=REASONS.index("first sync"))
 FRESH_RECEIVER = receiver(NONE, 0)
-
 states = st.tuples(st.sampled_from([NONE, 1, 2, 3, 9]), st.sampled_from([STREAM, OTHER]))
 
 
@@ -275,58 +273,3 @@ def test_a_colocated_rank_follows_itself() -> None:
     both = replace(source(), is_receiver=1, receiver_version=7, receiver_lineage=STREAM)
     assert decide([both], 0).followers == (0,)
     assert decide([replace(both, receiver_version=NONE)], 0).seeded == (0,)
-
-
-# What cannot be ---------------------------------------------------------------------------------------------
-
-
-def packed(rows: list[ControlRow]) -> np.ndarray:
-    return np.stack([row.pack([-5, 1 << 62], 3) for row in rows])
-
-
-@given(groups())
-def test_rows_that_can_be_are_let_through(group: tuple[list[ControlRow], int]) -> None:
-    rows, _ = group
-    sources = [rank for rank, row in enumerate(rows) if row.is_source]
-    receivers = [rank for rank, row in enumerate(rows) if row.is_receiver]
-    check_rows(packed(rows), sources, receivers)
-
-
-IMPOSSIBLE = {
-    **dict.fromkeys(("failed", "is_source", "is_receiver", "aborted", "full"), (-1, 2, 1 << 40)),
-    **dict.fromkeys(
-        ("source_version", "receiver_version", "newest", "requested_version"), (-2, 1 << 62, -(1 << 63))
-    ),
-    **dict.fromkeys(
-        ("source_lineage", "receiver_lineage", "proposed_lineage", "changed"), (-1, (1 << 62) + 1)
-    ),
-    "reason": (-1, len(REASONS), 1 << 60),
-    "seed_reason": (-1, len(SEED_REASONS), 1 << 60),
-    "route": (-1, 2, -(1 << 60)),
-    "call": (-1, 2, 1 << 62),
-}
-
-
-def test_every_column_has_bounds() -> None:
-    assert IMPOSSIBLE.keys() == {field.name for field in fields(ControlRow)}
-
-
-@pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_a_column_that_cannot_be_is_named_with_its_rank(name: str) -> None:
-    rows = [source(), receiver(), receiver()]
-    for value in IMPOSSIBLE[name]:
-        said = rf"the {name} of a control row cannot be \[ranks 1; expected .*; got {value}\]"
-        with pytest.raises(FrameError, match=said):
-            check_rows(packed([rows[0], replace(rows[1], **{name: value}), rows[2]]), [0], [1, 2])
-
-
-def test_a_rank_keeps_the_role_that_it_was_agreed_to_have() -> None:
-    rows = [source(), receiver()]
-    check_rows(packed(rows), [0], [1])
-    for sources, receivers, rank, name in (
-        ([0, 1], [1], 1, "is_source"),
-        ([], [1], 0, "is_source"),
-        ([0], [0, 1], 0, "is_receiver"),
-    ):
-        with pytest.raises(FrameError, match=rf"the {name} of a control row cannot be \[ranks {rank};"):
-            check_rows(packed(rows), sources, receivers)

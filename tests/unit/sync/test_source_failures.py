@@ -12,7 +12,7 @@ from dte_dist.codec import FrameWriter
 from dte_dist.detect import snapshot
 from dte_dist.kernels import cpu
 from dte_dist.sync.version import NONE
-from tests.unit.detect.test_snapshot import Failing
+from tests.unit.detect.snapshots import Failing
 from tests.unit.sync.pair import STREAM, Pair, same_bits, weights
 
 

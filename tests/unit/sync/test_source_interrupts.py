@@ -11,7 +11,7 @@ import pytest
 from dte_dist.detect import snapshot as module
 from dte_dist.detect.detector import Detector
 from dte_dist.report import Phases
-from tests.unit.detect.test_snapshot import exact
+from tests.unit.detect.snapshots import exact
 from tests.unit.sync.broken_off import Line, every_line
 from tests.unit.sync.pair import STREAM
 

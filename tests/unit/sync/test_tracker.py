@@ -9,7 +9,7 @@ from torch import Tensor
 from dte_dist import DeltaTracker, Payload, reconstruct_against_base
 from dte_dist.kernels import cpu
 from dte_dist.tensors.flat import BITS
-from tests.unit.detect.test_snapshot import Failing
+from tests.unit.detect.snapshots import Failing
 
 
 def test_the_rule_of_bytes() -> None:

@@ -18,7 +18,7 @@ from dte_dist.transport import broadcast as relay
 from dte_dist.transport.broadcast import BucketedBroadcast
 from dte_dist.transport.buffers import Buffers, explain_memory
 from dte_dist.transport.p2p import PairwiseExchange
-from tests.unit.transport.test_buffers import SIZES, Posts, Taken, Wire, as_sent, check, frame_of
+from tests.unit.transport.wires import SIZES, Posts, Taken, Wire, as_sent, check, frame_of
 
 CPU = torch.device("cpu")
 EMPTY = kernels.empty
