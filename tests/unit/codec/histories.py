@@ -13,7 +13,7 @@ from dte_dist.codec import FrameHead
 from dte_dist.codec.value_codecs import Values
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
-from tests.unit.kernels.test_cpu_codecs import segments
+from tests.unit.kernels.test_index_codecs import segments
 
 KERNELS = {"cpu": cpu, "torch": torch_kernels}
 

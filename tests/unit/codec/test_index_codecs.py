@@ -1,5 +1,5 @@
 """Index codecs: exact sizes, positions come back, nothing unsound is accepted. Their bytes:
-kernels/test_cpu_codecs.py.
+kernels/test_index_codecs.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dte_dist.codec.index_codecs import AGAIN, DENSE, EF, INDEX_CODECS
 from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.errors import FrameError
-from tests.unit.kernels.test_cpu_codecs import segments
+from tests.unit.kernels.test_index_codecs import segments
 
 SPARSE = [
     codec for codec in INDEX_CODECS.values() if codec not in {DENSE, AGAIN}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dte_dist.codec import FAST, CodecSelector
 from dte_dist.codec.index_codecs import AGAIN, DENSE, INDEX_CODECS
 from dte_dist.codec.value_codecs import RAW, ULP, VALUE_CODECS, Values
-from tests.unit.kernels.test_cpu_codecs import some_distances, wide
+from tests.unit.kernels.test_index_codecs import some_distances, wide
 
 GIB = float(1 << 30)
 

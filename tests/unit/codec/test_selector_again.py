@@ -13,7 +13,7 @@ from dte_dist.codec.index_codecs import AGAIN, EF, INDEX_CODECS, Again
 from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.kernels import cpu
 from tests.unit.codec.histories import after, ones, positions_of
-from tests.unit.kernels.test_cpu_codecs import lengths
+from tests.unit.kernels.test_index_codecs import lengths
 
 
 @pytest.mark.parametrize("codec", ["small", "again+planes"])

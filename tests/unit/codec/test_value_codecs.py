@@ -1,5 +1,5 @@
 """Value codecs: exact sizes, values come back, nothing unsound is accepted. Their bytes:
-kernels/test_cpu_codecs.py.
+kernels/test_index_codecs.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dte_dist.codec.value_codecs import PLANES, RAW, ULP, VALUE_CODECS, BitPlaneParams, Values
 from dte_dist.errors import FrameError
 from dte_dist.tensors.flat import BITS
-from tests.unit.kernels.test_cpu_codecs import as_bits, some_distances, wide
+from tests.unit.kernels.test_index_codecs import as_bits, some_distances, wide
 
 RELATIVE = [codec for codec in VALUE_CODECS.values() if codec.relative]
 relative = pytest.mark.parametrize("codec", RELATIVE, ids=lambda codec: codec.name)

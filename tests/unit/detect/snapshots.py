@@ -16,8 +16,8 @@ from dte_dist.detect.snapshot import Snapshot
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS, FlatTensors
-from tests.unit.kernels.test_cpu import FLOATS
-from tests.unit.kernels.test_cpu_advance import PATTERNS, changed_from, make
+from tests.unit.kernels.test_scan import FLOATS
+from tests.unit.kernels.test_scan_advance import PATTERNS, changed_from, make
 
 SEGMENT = 16
 KERNELS = [cpu, torch_kernels]

@@ -27,8 +27,8 @@ from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import SHAPES, blocks, mesh_blocks, pairs_of_spaces, whole_space
-from tests.unit.kernels.test_cpu import bits_of, make_tensors, random_bits
-from tests.unit.kernels.test_cpu_remap import space_of, target_of
+from tests.unit.kernels.test_index_map import space_of, target_of
+from tests.unit.kernels.test_scan import bits_of, make_tensors, random_bits
 
 KERNELS = [cpu, torch_kernels]
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])

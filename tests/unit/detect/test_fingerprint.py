@@ -21,8 +21,8 @@ from dte_dist.layout import Layout, LiveTensors
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import homes, pairs_of_spaces
-from tests.unit.kernels.test_cpu import make_tensors, random_bits
-from tests.unit.kernels.test_cpu_remap import target_of
+from tests.unit.kernels.test_index_map import target_of
+from tests.unit.kernels.test_scan import make_tensors, random_bits
 
 KERNELS = {"cpu": cpu, "torch": torch_kernels}
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])

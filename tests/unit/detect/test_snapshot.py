@@ -21,7 +21,7 @@ from dte_dist.detect.detector import Detector
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
 from tests.unit.detect.snapshots import SIZES, Found, Model, Spans, exact, too_many
-from tests.unit.kernels.test_cpu_advance import PATTERNS
+from tests.unit.kernels.test_scan_advance import PATTERNS
 
 KERNELS = [cpu, torch_kernels]
 both = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu", "torch"])

@@ -18,8 +18,8 @@ from dte_dist.layout import Block
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.tensors.flat import BITS, FlatTensors
-from tests.unit.kernels.test_cpu import FLOATS, bits_of, make_tensors, random_bits, versions
-from tests.unit.kernels.test_cpu_advance import PATTERNS, changed_from, check, make, space_of
+from tests.unit.kernels.test_scan import FLOATS, bits_of, make_tensors, random_bits, versions
+from tests.unit.kernels.test_scan_advance import PATTERNS, changed_from, check, make, space_of
 
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
 THREADS = 7

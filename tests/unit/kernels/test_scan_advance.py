@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dte_dist.kernels import cpu
 from dte_dist.tensors.flat import BITS, FlatTensors
-from tests.unit.kernels.test_cpu import FLOATS, both, random_bits, widths
+from tests.unit.kernels.test_scan import FLOATS, both, random_bits, widths
 
 GUARD = 70  # elements around an array, more than a block of 64 bytes, that nobody may touch
 SIZES = [0, 1, 2, 3, 7, 8, 15, 31, 33, 63, 64, 65, 130, 513, 2047, 2048, 2049, 4200]

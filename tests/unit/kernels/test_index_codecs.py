@@ -20,7 +20,7 @@ from dte_dist.kernels import torch as torch_kernels
 from dte_dist.kernels.sizes import Planes, best_low, bitmap_nbytes, choose_planes, ef_size
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit import codec_reference as reference
-from tests.unit.kernels.test_cpu import bits_of, make_tensors, random_bits, versions
+from tests.unit.kernels.test_scan import bits_of, make_tensors, random_bits, versions
 
 both = pytest.mark.parametrize("kernel", [cpu, torch_kernels], ids=["cpu", "torch"])
 all_widths = pytest.mark.parametrize("width", [1, 2, 4, 8])

@@ -107,7 +107,7 @@ def test_write(kernel: ModuleType, width: int) -> None:
 @widths
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 1.0])
 def test_advance(kernel: ModuleType, width: int, density: float) -> None:
-    """Small ranges of tensors of all kinds; tests/unit/kernels/test_cpu_advance.py has the rest."""
+    """Small ranges of tensors of all kinds; tests/unit/kernels/test_scan_advance.py has the rest."""
     tensors = make_tensors(width)
     flat, live = FlatTensors(tensors, width), bits_of(tensors, width)
     changed = np.random.default_rng(2).random(len(live)) < density

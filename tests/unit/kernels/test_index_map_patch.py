@@ -24,7 +24,7 @@ from dte_dist.plan.index_map import IndexMap, build_index_maps
 from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.unit.geometry import homes, pairs_of_spaces, whole_space
-from tests.unit.kernels.test_cpu_remap import content, random_bits, space_of, target_of
+from tests.unit.kernels.test_index_map import content, random_bits, space_of, target_of
 
 THREADS = 7
 
