@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the seed in the header, the marker, worlds that are used again."""
+"""What the tests of this folder share: the seed in the header, the markers, worlds that are used again."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.chaos)
+            item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(0))  # the runner has deadlines of its own, which say more
 
 

@@ -152,6 +152,7 @@ ROWS: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "sender"), [(3, 0), (2, 3), (0, 2), (1, 0)])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_damaged_row_in_a_sync_ends_it_on_all_ranks_and_the_next_call_is_right(
@@ -241,6 +242,7 @@ OPENING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "sender"), [(3, 0), (0, 1), (2, 3)])
 @pytest.mark.parametrize("row", OPENING.values(), ids=OPENING)
 def test_damage_while_a_channel_opens_ends_that_on_all_ranks_and_the_next_call_opens_it(
@@ -348,6 +350,7 @@ def in_a_meeting(rank: int, world: int, who: int, number: int) -> Any:
     return errors, took
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 2], ids=["sender", "receiver"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["opening", "sizes", "first vote", "second vote"])
 def test_a_damaged_row_of_a_transport_closes_it_on_all_ranks(ranks: Ranks, number: int, who: int) -> None:

@@ -224,6 +224,7 @@ def absent(rank: int, world: int) -> Any:
     return error[0], took < 15, facts(sync(module))[:4], prints(module)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_peer_lost_on_the_others_and_may_come_to_the_next_call(
     ranks: Ranks,
 ) -> None:

@@ -139,6 +139,7 @@ def receiving(rank, world, mode, trains_flat):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", RECEIVERS, ids=str)
 @pytest.mark.parametrize("trains_flat", [True, False])
 def test_a_receiver_uses_what_it_received(ranks, mode, trains_flat):

@@ -109,6 +109,7 @@ def distributed_tensors(rank, world):
     )
 
 
+@pytest.mark.slow
 def test_distributed_tensors_hold_what_their_blocks_say(ranks):
     results = ranks.run(distributed_tensors)
     check(members(results))

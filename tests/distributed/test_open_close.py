@@ -192,6 +192,7 @@ def wrong_on_one_rank(rank: int, world: int, is_open: bool, who: int) -> Any:
     return errors, (report.version, report.kind), prints(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_open", "who"), [(False, 0), (False, 2), (True, 0), (True, 2)], ids=str)
 def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all_and_the_next_call_works(
     ranks: Ranks, is_open: bool, who: int
@@ -215,6 +216,7 @@ def no_module_while_open(rank: int, world: int) -> Any:
     return error[0], prints(module)
 
 
+@pytest.mark.slow
 def test_no_module_on_one_rank_of_an_open_channel_is_said_there_at_once_and_the_others_do_not_hang(
     ranks: Ranks,
 ) -> None:
@@ -278,6 +280,7 @@ def forgotten(rank: int, world: int, kind: str) -> Any:
     return all(reference() is None for reference in alive), channel.broken, before - len(registry._channels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "fsdp2", "layout", "into"])
 def test_a_channel_does_not_keep_its_module_alive_and_goes_with_it(ranks: Ranks, kind: str) -> None:
     assert same(ranks.run(forgotten, kind)) == (True, "its module is gone", 1)

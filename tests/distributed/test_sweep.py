@@ -129,6 +129,7 @@ _RUNS = [("delta_broadcast", numbers) for numbers in _NUMBERS] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("collective", "numbers"), _RUNS, ids=[f"{name}-{_SEED}:{numbers[0]}" for name, numbers in _RUNS]

@@ -249,6 +249,7 @@ def tiny_buckets(rank: int, world: int) -> Any:
     return facts(sync(layout, bucket_bytes=1024)), digest(weight)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_1_mb_in_buckets_of_1_kb(ranks: Ranks) -> None:
     report, _ = same(ranks.run(tiny_buckets))
     assert report[4] == 1 << 18 and report[9] == 1025
@@ -272,6 +273,7 @@ def hundred_syncs(rank: int, world: int) -> Any:
     return same_addresses, held[1][0] - held[0][0], held[1][1] - held[0][1], prints(module)
 
 
+@pytest.mark.slow
 def test_a_hundred_syncs_keep_addresses_and_leave_memory_flat(ranks: Ranks) -> None:
     found = ranks.run(hundred_syncs)
     same([bits for *_, bits in found])

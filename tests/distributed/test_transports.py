@@ -472,6 +472,7 @@ def perform(rank: int, world: int, scenario: Callable[[Stage], None], topology: 
     stage.transport[rank].close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "topology"), RUNS, ids=IDS)
 def test_over_a_process_group(ranks: Ranks, scenario: Callable[[Stage], None], topology: str) -> None:
     ranks.run(perform, scenario, topology, seconds=60)

@@ -119,6 +119,7 @@ def offloaded(rank: int, world: int, collective: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["delta_broadcast", "delta_p2p"])
 def test_parameters_on_the_cpu_and_buffers_on_a_gpu(ranks: Ranks, collective: str) -> None:
     results = ranks.run(offloaded, collective)

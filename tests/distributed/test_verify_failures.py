@@ -95,6 +95,7 @@ def crossed_on_p2p(rank: int, world: int) -> Any:
     return error, why(sync(layout, bucket_bytes=64, route="p2p")), dte_dist.verify(layout).equal
 
 
+@pytest.mark.slow
 def test_a_verification_that_meets_a_sync_of_many_frames(ranks: Ranks) -> None:
     (name, text), report, equal = same(ranks.run(crossed_on_p2p))
     assert (

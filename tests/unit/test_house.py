@@ -1,4 +1,5 @@
-"""Unit tier: a folder of the package imports what stands before it, and documents name only what is there.
+"""Unit tier: a folder of the package imports what stands before it, documents name only what is there, and unit
+tests lie where the module lies that they test.
 
 docs/architecture.md tells the order of folders and the way of one changed element.
 """
@@ -128,3 +129,17 @@ def test_documents_name_files_that_exist(document: Path) -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.(?:py|md|toml))(?:::\w+)?`", document.read_text())
     homes = [ROOT.parent, ROOT, ROOT.parent / "tests"]
     assert [name for name in named if not any((home / name).exists() for home in homes)] == []
+
+
+def test_unit_tests_are_named_after_modules() -> None:
+    """A file in a folder here is `test_<module>.py`, or `test_<module>_<aspect>.py`, of its namesake."""
+    for test in sorted(Path(__file__).parent.glob("*/test_*.py")):
+        folder = ROOT.parent / "launch" if test.parent.name == "launch" else ROOT / test.parent.name
+        name = f"{test.stem.removeprefix('test_')}_"
+        assert any(name.startswith(f"{module.stem}_") for module in folder.rglob("*.py")), test
+
+
+def test_no_unit_test_file_is_too_long() -> None:
+    """At most 540 lines, as files of the package."""
+    for test in sorted(Path(__file__).parent.rglob("*.py")):
+        assert len(test.read_text().splitlines()) <= LONGEST, test

@@ -118,6 +118,7 @@ WHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CHOICES)
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_every_kind_of_change(kernel: None, codec: str, width: int) -> None:
@@ -141,6 +142,7 @@ def test_every_kind_of_change(kernel: None, codec: str, width: int) -> None:
             assert torch.equal(applied(segment, known), new), (kind, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", PAIRS)
 @pytest.mark.parametrize("width", [1, 2])
 def test_all_bits(kernel: None, codec: str, width: int) -> None:
@@ -275,6 +277,7 @@ def test_positions_of_u16_may_be_left_as_they_are(kernel: None) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=6))
 def test_any_sealed_damage_is_refused_or_harmless(damage: list[tuple[int, int]]) -> None:
@@ -288,6 +291,7 @@ def test_any_sealed_damage_is_refused_or_harmless(damage: list[tuple[int, int]])
             read_or_refuse(sealed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", list(ENTRY.names))
 def test_hostile_tables(kernel: None, field: str) -> None:
     """Any number in any entry of the table, with a checksum that fits: refused, or everything is in

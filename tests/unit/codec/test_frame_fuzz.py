@@ -219,6 +219,7 @@ READERS: dict[Callable[[Random], str], int] = {
 """How many inputs of each are read in the suite."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 @pytest.mark.timeout(3600)
 def test_damaged_inputs_are_refused_or_harmless(reader: Callable[[Random], str]) -> None:

@@ -85,6 +85,7 @@ def test_recorded_steps(name: str) -> None:
     assert written(before, after, "fast")[0] > 2.2 * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "share", "factor", "each"),
     [

@@ -43,6 +43,7 @@ def test_positions_come_back(step: tuple[np.ndarray, np.ndarray, int]) -> None:
             ] is AGAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.84, 1.0])
 @pytest.mark.parametrize("density", [0.01, 0.3])
 def test_the_estimate_is_near(kind: str, density: float, share: float) -> None:

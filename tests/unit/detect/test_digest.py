@@ -202,6 +202,7 @@ def test_equal_elements_in_other_tensors_or_at_other_places_differ() -> None:
     assert len({*own_digests(tensors).tolist()}) == 6
 
 
+@pytest.mark.slow
 @widths
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_neither_chunks_nor_threads_matter(monkeypatch: pytest.MonkeyPatch, width: int, threads: int) -> None:
@@ -217,6 +218,7 @@ def test_neither_chunks_nor_threads_matter(monkeypatch: pytest.MonkeyPatch, widt
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_many_chunks_on_several_threads() -> None:
     """With nothing made small; the reference is taken of parts, at the places they have."""
     total = 3 * (1 << 20) + 12_345
@@ -255,6 +257,7 @@ def test_threads_that_ask_for_the_same_table_at_once_get_one_that_stays() -> Non
 # Spaces of others -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @some
 @given(st.data())
 def test_every_piece_of_a_receiver_gets_what_a_source_has_of_it(data: st.DataObject) -> None:
@@ -311,6 +314,7 @@ def cut_models(draw: Any) -> tuple[list[tuple[int, ...]], list[FlatSpace], FlatS
     )
 
 
+@pytest.mark.slow
 @some
 @given(cut_models(), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_the_digests_of_all_shards_add_up_to_those_of_the_whole_tensors_and_of_any_other_layout(

@@ -131,6 +131,7 @@ def test_what_a_kernel_writes_is_counted_as_the_version_counters_count_it(
         assert {*np.flatnonzero(moved).tolist()} == {index for index in between if tensors[index].numel()}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_geometry(data: st.DataObject) -> None:

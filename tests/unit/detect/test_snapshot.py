@@ -110,6 +110,7 @@ def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataO
         assert np.array_equal(model.bits(width), live)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["everything", "0.3", "tiny"])
 def test_waves_of_the_size_that_there_is(pattern: str) -> None:
     """With nothing made small: some millions of bytes, in two chunks that are no multiples of a segment."""

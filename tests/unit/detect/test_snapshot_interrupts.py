@@ -81,6 +81,7 @@ FEW = {2: [33, 50, 40], 8: [60]}
 PATTERN = pytest.mark.parametrize("pattern", ["some", "0.3", "everything"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "detector"),
     [("some", None), ("everything", None), ("0.3", exact), ("everything", exact), ("some", too_many)],

@@ -269,6 +269,7 @@ def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     assert bool(sound) and torch.equal(decoded, as_bits(distances, width))
 
 
+@pytest.mark.slow
 @coded_widths
 @settings(max_examples=12, deadline=None)
 @given(st.data())
@@ -299,6 +300,7 @@ def test_ulp8(kernel: ModuleType, width: int, data: st.DataObject) -> None:
         assert not bool(kernel.decode_ulp8(lineage[:-width], len(distances), BITS[width], escapes - 1)[1])
 
 
+@pytest.mark.slow
 @coded_widths
 @settings(max_examples=150, deadline=None)
 @given(st.data())
@@ -450,6 +452,7 @@ for distances in ([2] * 64, [3] * 64, [1] * 10 + [3] * 63 + [5, 2], [5] * 32 + [
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_read_behind_a_stream() -> None:
     """A stream that ends where memory does, its last part of no bits beginning there; a read behind it ends
     the process.

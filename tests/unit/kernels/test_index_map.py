@@ -281,6 +281,7 @@ def test_rectangles_within_rectangles(drawn, width: int) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [(65535, 65537), (65536, 65536), (3, 1431655765), (1431655765, 3), (1 << 10, 1 << 11, (1 << 11) - 1)],

@@ -71,6 +71,7 @@ def check(
 # ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @both
 @settings(max_examples=80, deadline=None)
 @given(st.data())
@@ -165,6 +166,7 @@ def tensors_of(receiver: FlatSpace, width: int, kind: str) -> Callable[[], FlatT
     return make
 
 
+@pytest.mark.slow
 @both
 @either
 @packings
@@ -195,6 +197,7 @@ def test_more_positions_than_are_worked_on_together(
                 )
 
 
+@pytest.mark.slow
 @both
 @widths
 @either
@@ -282,6 +285,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @widths
 @either
 @packings

@@ -102,6 +102,7 @@ def compiled_later() -> set[str]:
     return {*names}
 
 
+@pytest.mark.slow
 def test_a_sync_compiles_nothing_once_the_kernels_are_warm(compiled_later: set[str]) -> None:
     assert compiled_later == set()
 

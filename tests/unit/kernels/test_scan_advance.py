@@ -123,6 +123,7 @@ def spaces(draw: st.DrawFn, width: int) -> Space:
     return space_of(width, tensors, wire)
 
 
+@pytest.mark.slow
 @both
 @widths
 @settings(max_examples=120, deadline=None)

@@ -387,6 +387,7 @@ def test_a_table_has_the_ratios_to_the_baselines():
     assert "vs (b)" not in line
 
 
+@pytest.mark.slow
 def test_the_report_is_written_from_the_rows_and_keeps_the_notes(tmp_path, monkeypatch, capsys):
     rows, out = tmp_path / "rows.json", tmp_path / "results.md"
     write_rows(

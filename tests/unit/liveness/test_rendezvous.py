@@ -52,6 +52,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_no_rank_is_named_where_the_store_dies_or_hangs_in_a_roll_call(how: signal.Signals) -> None:
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)

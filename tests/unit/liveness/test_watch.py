@@ -55,6 +55,7 @@ def watched(seconds: float) -> tuple[Watch, Group]:
     return watch, group
 
 
+@pytest.mark.slow
 def test_the_clock_ends_the_waits_of_an_opening_and_gives_time_to_ranks_that_compile() -> None:
     watch, group = watched(1.0)
     limit = watch.begin(timedelta(seconds=1))

@@ -34,6 +34,7 @@ def test_chunks_tile_every_flat_space(totals, bucket_bytes) -> None:
     assert schedule.room == max(len(schedule.chunks(source)) for source in totals)
 
 
+@pytest.mark.slow
 @like
 @given(TOTALS, BUCKETS, st.randoms())
 def test_ranks_cut_alike_whatever_order_they_learnt_of_each_other_in(totals, bucket_bytes, random) -> None:

@@ -41,6 +41,7 @@ def places(data: Any, numel: int) -> Tensor:
     return torch.from_numpy(np.flatnonzero(marks))
 
 
+@pytest.mark.slow
 @some
 @given(st.data())
 def test_all_at_once_is_one_by_one(data) -> None:

@@ -268,6 +268,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan.ops[len(plan.ops)]
 
 
+@pytest.mark.slow
 def test_a_large_model_is_planned_fast() -> None:
     """20,000 slots from 64 sharded sources to 64 receivers cut the other way; the bound is loose, the time is
     printed.

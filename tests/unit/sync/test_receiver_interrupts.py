@@ -89,6 +89,7 @@ def test_an_interrupted_receiver_never_has_a_version_with_other_bits(
     assert versions == expected.get(what, {1})
 
 
+@pytest.mark.slow
 def test_an_interrupted_receiver_of_a_seed_has_no_version_or_all_of_it() -> None:
     versions = set()
 

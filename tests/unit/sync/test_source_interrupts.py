@@ -50,6 +50,7 @@ def detach(pair: Line) -> Callable[[], object]:
 SOURCES = {each.__name__: each for each in (prepare, prepare_again, prepare_in_full, roll_back, detach)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detector", [None, exact], ids=["alone", "detector"])
 @pytest.mark.parametrize("what", SOURCES.values(), ids=SOURCES)
 def test_an_interrupted_source_sends_all_that_differs_next(
@@ -89,6 +90,7 @@ def test_an_interrupted_commit_of_a_source_whose_receivers_committed() -> None:
     assert "seed" in ways
 
 
+@pytest.mark.slow
 def test_an_interrupted_source_that_remembers_positions_of_the_last_delta() -> None:
     """With `codec="small"` a delta may count on the one before; what was interrupted costs at most that."""
 

@@ -50,6 +50,7 @@ class Told:
         return True
 
 
+@pytest.mark.slow
 def test_an_interrupted_diff_or_rollback_of_a_tracker_loses_no_change() -> None:
     """Nor is what was made in its place taken for it: it is of another run."""
     lineages: list[int] = []

@@ -55,6 +55,7 @@ def test_an_interrupted_forget_or_distrust_leaves_no_version_or_what_there_was()
         assert state.version == NONE
 
 
+@pytest.mark.slow
 def test_the_interrupts_of_these_tests_are_such_as_a_signal_handler_raises() -> None:
     assert issubclass(Interrupt, KeyboardInterrupt) and not issubclass(Interrupt, Exception)
     places = []
