@@ -24,6 +24,8 @@ from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, parts_of
 
+pytestmark = pytest.mark.slow
+
 ROWS, COLUMNS, SOURCES = 6000, 64, 3
 PLAIN, COUNTS = False, True
 
@@ -87,7 +89,6 @@ def both_routes(rank: int, world: int, codec: str) -> list[Any]:
     return [trainer.try_sync(route, codec=codec) for route in routes]
 
 
-@pytest.mark.slow
 def test_several_syncs_on_both_routes(ranks: Ranks) -> None:
     """A delta counts on the one before from the second on, if that took the same route; each takes fewer
     bytes for it.
@@ -111,7 +112,6 @@ def disturbed(rank: int, world: int, route: str) -> list[Any]:
     return found + [trainer.try_sync(route) for _ in range(3)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("route", ["broadcast", "p2p"])
 def test_a_receiver_that_is_seeded_has_no_history_and_is_not_asked_for_one(ranks: Ranks, route: str) -> None:
     """The other one follows, which had the last delta; after a sync that only some followed nobody counts on
@@ -174,7 +174,6 @@ def lost(rank: int, world: int) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 def test_a_history_that_is_lost_is_an_error_on_all_ranks_once(ranks: Ranks) -> None:
     """It cannot come to that; should it, nobody guesses, nobody hangs, and the next sync is well."""
     found = ranks.run(lost)

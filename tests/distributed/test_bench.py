@@ -28,6 +28,8 @@ from benchlib.run import run_all  # noqa: E402
 from benchlib.settings import METHODS, Scenario  # noqa: E402
 from benchlib.world import World, even_shapes  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = (
     Scenario(name="all", model_mib=0.25, tensors=7, densities=(0, 1, 100), methods=METHODS, repeat=2),
     Scenario(
@@ -56,7 +58,6 @@ def _run(rank: int, world: int) -> tuple[list[dict[str, Any]], list[str]]:
     return [asdict(row) for row in rows], said
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_of_all_methods(ranks):
     rows, said = ranks.run(_run, seconds=230)[0]
@@ -197,7 +198,6 @@ def _namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_over_links_is_as_slow_as_they_are_and_leaves_nothing(tmp_path, links):
     preset, rows = tmp_path / "tiny.toml", tmp_path / "rows.json"
@@ -240,7 +240,6 @@ def test_ranks_end_with_the_launcher(tmp_path, number):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fail", signal.SIGINT, signal.SIGTERM])
 def test_links_go_whatever_ends_the_run(tmp_path, links, how):
     launcher, here = _launcher(tmp_path, "fail" if how == "fail" else "sleep", "1gbit")

@@ -17,6 +17,8 @@ from tests.distributed.flat_models import CPU, half, whole
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, caught, digest, sync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks():
@@ -72,7 +74,6 @@ def stale(rank, world, kind, held):
     return said, agree
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("kind", ["DTensor", "ShardedTensor", "full", "gathered", "cast"])
 def test_copies_are_refused_at_the_second_sync_on_every_rank(ranks, kind, held):
@@ -142,7 +143,6 @@ def quiet(rank, world):
     return [str(each.message) for each in seen]
 
 
-@pytest.mark.slow
 def test_tensors_that_are_held_are_not_spoken_of(ranks):
     assert ranks.run(quiet) == [[], [], []]
 

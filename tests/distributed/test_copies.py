@@ -25,6 +25,8 @@ from dte_dist.sync.staging import StagedPatch
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught, digest, model, nudge, prints, same, sync, why
 
+pytestmark = pytest.mark.slow
+
 WRITTEN = "its weights were written to by others"
 
 
@@ -100,7 +102,6 @@ def disturbed(rank: int, world: int, moment: str, background: bool, how: str) ->
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["bits", "the same bits", "memory"])
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_another_thread_writes_while_a_receiver_waits_and_the_same_sync_seeds_it(
@@ -115,7 +116,6 @@ def test_another_thread_writes_while_a_receiver_waits_and_the_same_sync_seeds_it
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize(
     ("moment", "how"),
@@ -324,7 +324,6 @@ def undisturbed(rank: int, world: int, kind: str, route: str) -> Any:
     return seen, whole(module)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("route", ["broadcast", "p2p"])
 @pytest.mark.parametrize("kind", ["fused", *PLAIN, "fsdp2", "rows", "columns", "replicas"])
 def test_a_receivers_own_writes_cost_no_seed(ranks: Ranks, kind: str, route: str) -> None:

@@ -13,6 +13,8 @@ from dte_dist.transport.communicator import Communicator
 from tests.distributed.cases import same_bits
 from tests.distributed.launcher import Ranks
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 SHARD = 256 * MIB
 BUCKET = 16 * MIB
@@ -69,7 +71,6 @@ def _grow(rank: int, world: int) -> dict[str, int]:
     return figures
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_memory_is_snapshot_patch_and_two_buckets_and_does_not_grow(ranks, capsys):
     source, receiver = ranks.run(_grow, seconds=230)
@@ -140,7 +141,6 @@ def _truth(step: int, changes: int) -> torch.Tensor:
     return truth
 
 
-@pytest.mark.slow
 def test_a_sync_makes_the_same_exchanges_for_20_and_for_20000_tensors(ranks):
     few, many = (ranks.run(_count, tensors, 40_000) for tensors in (20, 20_000))
     assert few == many

@@ -23,6 +23,8 @@ from dte_dist.transport.communicator import Communicator
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, digest, facts, same, sync
 
+pytestmark = pytest.mark.slow
+
 SOURCES = 2
 SOON = TIMEOUT / 2
 SIZES = 16 + 4
@@ -152,7 +154,6 @@ ROWS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("who", "sender"), [(3, 0), (2, 3), (0, 2), (1, 0)])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_damaged_row_in_a_sync_ends_it_on_all_ranks_and_the_next_call_is_right(
@@ -242,7 +243,6 @@ OPENING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("who", "sender"), [(3, 0), (0, 1), (2, 3)])
 @pytest.mark.parametrize("row", OPENING.values(), ids=OPENING)
 def test_damage_while_a_channel_opens_ends_that_on_all_ranks_and_the_next_call_opens_it(
@@ -350,7 +350,6 @@ def in_a_meeting(rank: int, world: int, who: int, number: int) -> Any:
     return errors, took
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 2], ids=["sender", "receiver"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4], ids=["opening", "sizes", "first vote", "second vote"])
 def test_a_damaged_row_of_a_transport_closes_it_on_all_ranks(ranks: Ranks, number: int, who: int) -> None:

@@ -24,6 +24,8 @@ from tests.distributed.launcher import Outcome, Ranks
 from tests.distributed.patience import LONG, PLACES, SOON, STATE, agreed_text, begin, go, go_anew, told
 from tests.distributed.tools import facts, model, nudge, prints, same, sync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
@@ -60,7 +62,6 @@ def stops_in_opening(rank: int, world: int, where: str, flag: str) -> Any:
     return told(lambda: sync(model(rank), timeout=LONG))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_a_rank_that_dies_while_a_channel_opens_is_named_soon(
     ranks: Ranks, tmp_path: Path, where: str
@@ -76,7 +77,6 @@ def test_a_rank_that_dies_while_a_channel_opens_is_named_soon(
     assert name == "PeerLost" and text.startswith("rank 2 died (its ") and lost == (2,)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["before the roll call", "at the roll call", "while it connects"])
 def test_a_rank_that_dies_in_its_very_first_call_is_named_soon(
     ranks: Ranks, tmp_path: Path, where: str
@@ -91,7 +91,6 @@ def test_a_rank_that_dies_in_its_very_first_call_is_named_soon(
     assert name == "PeerLost" and text.startswith("rank 2 died (its process has ended)") and lost == (2,)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [go, go_anew], ids=["a sync", "an opening"])
 def test_two_dead_ranks_are_both_named_and_nobody_else_is(ranks: Ranks, program: Any) -> None:
     ranks.run(begin)
@@ -102,7 +101,6 @@ def test_two_dead_ranks_are_both_named_and_nobody_else_is(ranks: Ranks, program:
     assert name == "PeerLost" and text.startswith("ranks 1 and 3 died (their ") and lost == (1, 3)
 
 
-@pytest.mark.slow
 def test_a_dead_rank_is_noticed_by_ranks_that_wait_for_a_late_one(ranks: Ranks) -> None:
     pids = ranks.run(begin)
     os.kill(pids[1], signal.SIGSTOP)
@@ -131,7 +129,6 @@ def gloo_connects_late(rank: int, world: int) -> Any:
     return [report[:3] for report in reports], prints(module)
 
 
-@pytest.mark.slow
 def test_channels_open_where_gloo_connects_late_and_a_dead_rank_is_named(ranks: Ranks) -> None:
     reports, _ = same(ranks.run(gloo_connects_late))
     assert [report[0] for report in reports] == [1, 2, 3, 4]
@@ -159,7 +156,6 @@ def exits_halfway(rank: int, world: int, flag: str) -> Any:
     return told(lambda: sync(module, timeout=LONG))
 
 
-@pytest.mark.slow
 def test_a_process_that_exits_in_the_middle_of_a_sync_says_so(ranks: Ranks, tmp_path: Path) -> None:
     ranks.start(exits_halfway, str(tmp_path / "flag"))
     outcomes = ranks._collect([0, 1, 3], LONG)
@@ -193,7 +189,6 @@ def collected_meanwhile(rank: int, world: int) -> Any:
     return facts(report)[:5]
 
 
-@pytest.mark.slow
 def test_a_module_lives_until_its_sync_in_the_background_has_ended(lasting: Ranks) -> None:
     found = lasting.run(collected_meanwhile)
     assert found[1] is True and same([found[rank] for rank in (0, 2, 3)]) == (2, 1, "delta", "", 3)

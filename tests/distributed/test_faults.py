@@ -24,6 +24,8 @@ from dte_dist.transport.broadcast import BucketedBroadcast
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, facts, model, nudge, prints, same, sync
 
+pytestmark = pytest.mark.slow
+
 LATE = 0.5
 KEPT: list[Exception] = []
 
@@ -120,7 +122,6 @@ def test_a_commit_that_breaks_off_loses_no_bits(ranks: Ranks, sources: int) -> N
     assert len({str(each) for each in bits}) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("sources", "number"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)])
 def test_a_source_that_breaks_off_while_it_takes_changes_over_loses_no_bits(
     ranks: Ranks, sources: int, number: int
@@ -229,7 +230,6 @@ def local_failure(rank: int, world: int, who: int, where: str) -> Any:
     return cause, (error, took < TIMEOUT / 2, unmoved, facts(call())[:5], rows.whole(2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_an_unexpected_error_on_one_rank_is_peer_lost_with_one_text_on_all(ranks: Ranks, where: str) -> None:
     who = PLACES[where][0]
@@ -277,7 +277,6 @@ def lying(rank: int, world: int, who: int, sizes: list[int]) -> Any:
     return error, rank < 2 or after == before, facts(call())[:5], rows.whole(2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("who", "sizes"), LIES.values(), ids=LIES)
 def test_a_size_that_no_frame_can_have_is_refused_on_all_ranks_before_anything_moves(
     ranks: Ranks, who: int, sizes: list[int]
@@ -376,7 +375,6 @@ def one_copy_two_groups(rank: int, world: int, kind: str) -> Any:
     return [waited, facts(first.wait())[:4], facts(second.wait())[:4]], prints(copy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["into", "module"])
 def test_two_groups_that_write_into_one_copy_in_the_background_take_turns(ranks: Ranks, kind: str) -> None:
     near, far, (reports, bits), _ = ranks.run(one_copy_two_groups, kind)

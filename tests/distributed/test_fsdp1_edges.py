@@ -17,6 +17,8 @@ from tests.distributed.flat_models import CPU, Model, Trainer, evaluated, half, 
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = list(product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True, False)))
 
 
@@ -47,7 +49,6 @@ def between_passes(rank, world, strategy, orig):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "orig"), STRATEGIES)
 def test_a_sync_between_forward_and_backward_disturbs_neither(ranks, strategy, orig):
     results = ranks.run(between_passes, strategy, orig)
@@ -76,7 +77,6 @@ def accumulated(rank, world, strategy, orig):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "orig"), STRATEGIES)
 def test_gradients_that_are_accumulated_stay(ranks, strategy, orig):
     results = ranks.run(accumulated, strategy, orig)
@@ -150,7 +150,6 @@ def named(rank, world, orig):
     return {entry.name: entry.shape for entry in manifest.entries}, manifest.ties
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("orig", [True, False])
 def test_names_are_those_of_the_model_under_every_wrapper(ranks, orig):
     linear = {"weight": (5, 3), "bias": (5,)}
@@ -251,7 +250,6 @@ def writers(rank, world, orig, strategy):
     return reports
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("orig", [True, False])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_writes_by_others_are_noticed_and_forwards_are_none(ranks, orig, strategy):

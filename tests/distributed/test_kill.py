@@ -24,6 +24,8 @@ from dte_dist.transport.broadcast import BucketedBroadcast
 from tests.distributed.launcher import Outcome, Ranks
 from tests.distributed.tools import caught, channel_of, digest, parts_of, sync
 
+pytestmark = pytest.mark.slow
+
 SHAPE, TENSORS, PATIENCE = (16, 8), 4, 20.0
 STATE: dict[str, Any] = {}
 
@@ -152,7 +154,6 @@ def check_survivors(outcomes: list[Outcome], victim: int, before: list[str]) -> 
 FRAMES, SYNCS = "between two frames", "between two syncs"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "when"),
     [(3, FRAMES), (1, FRAMES), (0, FRAMES), (3, SYNCS), (0, SYNCS)],
@@ -208,7 +209,6 @@ def short_patience(rank: int, world: int) -> None:
     assert channel_of(STATE["layout"]).broken is None
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs_is_peer_lost_on_the_others_after_their_timeout_and_so_is_every_call_without_it(
     tmp_path: Path,
 ) -> None:

@@ -28,6 +28,8 @@ from dte_dist.sync import replica_check as copies
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught, facts, model, nudge, prints, same, sync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -66,7 +68,6 @@ def twins(rank: int, world: int, named: bool) -> Any:
     return errors, {name: prints(module) for name, module in modules.items()}, told
 
 
-@pytest.mark.slow
 def test_twins_that_are_opened_in_another_order_on_one_rank_are_refused_by_their_names(ranks: Ranks) -> None:
     errors, bits, told = same(ranks.run(twins, True))
     for (kind, text), (most, one) in zip(
@@ -103,7 +104,6 @@ def neighbours(rank: int, world: int, how: str) -> list[str]:
     return told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["one is named", "both are named", "other layouts", "other groups", "closed"])
 def test_channels_that_cannot_be_swapped_are_not_warned_of(ranks: Ranks, how: str) -> None:
     assert same(ranks.run(neighbours, how)) == []
@@ -214,7 +214,6 @@ def on_meshes(rank: int, world: int, values: list[float], cut: bool, how: str) -
     return error, full(copy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a mesh of both", "two meshes"])
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "replicated"])
 def test_tensors_on_different_meshes_may_be_copies_and_nothing_else(
@@ -350,7 +349,6 @@ def statistics(rank: int, world: int, how: str) -> Any:
     return error, told, (module.norm.running_mean[0].item(), module.norm.num_batches_tracked.item())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp2, layout", "ddp"])
 def test_buffers_of_ranks_that_train_one_module_may_differ_and_the_lowest_is_sent_with_a_warning(
     ranks: Ranks, how: str
@@ -457,7 +455,6 @@ def test_an_engine_that_nobody_named_is_not_written_over_what_is_trained(ranks: 
     assert [held for _, held in found] == [{0.0}, {1.0}, {1.0}, {1.0}]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["frozen", "plain", "src", "group_src", "root trains", "gradients, into a copy", "fsdp2, into a copy"],

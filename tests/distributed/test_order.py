@@ -20,6 +20,8 @@ from dte_dist import ProcessGroupTransport
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import channel_of, facts, model, nudge, prints, same, sync
 
+pytestmark = pytest.mark.slow
+
 LONG, SOON, LATE = 60.0, 25.0, 4.0
 
 
@@ -64,7 +66,6 @@ def crossed(rank: int, world: int, late: int | None, change: bool) -> Any:
     return error, channels, reports, prints(one), prints(other)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("late", [None, 0, 1, 2], ids=lambda late: f"late {late}")
 def test_ranks_that_wait_for_each_other_in_two_channels_are_told_soon_and_go_on(
     ranks: Ranks, late: int | None
@@ -128,7 +129,6 @@ def opens_out_of_turn(rank: int, world: int, kind: str) -> Any:
     return error, [facts(call(mine))[:4], facts(call(mine))[:4]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["another module", "the same, rebuilt"])
 def test_a_rank_that_opens_a_channel_while_the_others_call_an_open_one_is_told_from_a_dead_one(
     ranks: Ranks, kind: str
@@ -180,7 +180,6 @@ def transports(rank: int, world: int) -> Any:
     return error, facts(call(module))[:4]
 
 
-@pytest.mark.slow
 def test_a_transport_and_a_channel_that_wait_for_each_other_are_told(ranks: Ranks) -> None:
     (name, text, soon), report = same(ranks.run(transports))
     assert name == "OrderMismatch" and soon
@@ -279,7 +278,6 @@ def just_late(rank: int, world: int) -> Any:
     return reports, numbers(*modules)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [in_the_background, one_in_the_background, two_threads, opened_in_a_thread, just_late]
 )

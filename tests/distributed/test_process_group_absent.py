@@ -22,6 +22,8 @@ from tests.distributed.meetings import PATIENCE, SHORT, WORLD, meet, payload
 from tests.distributed.shares import warm
 from tests.distributed.tools import caught, same
 
+pytestmark = pytest.mark.slow
+
 STATE: dict[str, Any] = {}
 
 
@@ -54,7 +56,6 @@ def not_there(rank: int, world: int, when: str) -> tuple[tuple[str, str], str, f
     return error, again, took
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["opening", "later"])
 def test_a_rank_that_does_not_come_is_peer_lost_on_all_others_in_time(ranks: Ranks, when: str) -> None:
     outcomes = ranks.run(not_there, when, seconds=60)
@@ -102,7 +103,6 @@ def close_at_once(rank: int, world: int, rounds: int) -> None:
         transport.close()
 
 
-@pytest.mark.slow
 def test_closing_at_once_takes_nothing_from_the_others(ranks: Ranks) -> None:
     ranks.run(close_at_once, 40)
 
@@ -130,7 +130,6 @@ def outside_the_plan(rank: int, world: int, how: str) -> Any:
     return weights.tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stays", "closes", "exits"])
 def test_a_rank_outside_the_plan_may_go(how: str) -> None:
     with Ranks(WORLD) as ranks:
@@ -180,7 +179,6 @@ def _wait_for(flag: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("idle", [False, True], ids=["in a meeting", "between meetings"])
 @pytest.mark.parametrize("victim", [0, 2], ids=["sender", "receiver"])
 def test_a_rank_that_dies_is_peer_lost_on_all_others(tmp_path: Path, victim: int, idle: bool) -> None:

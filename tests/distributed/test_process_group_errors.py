@@ -20,6 +20,8 @@ from tests.distributed.meetings import PATIENCE, WORLD, meet, payload
 from tests.distributed.shares import warm
 from tests.distributed.tools import caught, same
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks():

@@ -16,6 +16,8 @@ import dte_dist
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import digest, nudge, prints, sync, why
 
+pytestmark = pytest.mark.slow
+
 OTHER_CHANNEL = "another channel wrote to its weights"
 
 

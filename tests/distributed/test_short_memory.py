@@ -26,6 +26,8 @@ from dte_dist.transport import buffers
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import TIMEOUT, Rows, caught, channel_of, digest, facts, same, sync
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (256, 512)
 BUCKET = 1 << 16
 ERRORS: list[Exception] = [
@@ -151,7 +153,6 @@ def delta(
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=["python", "torch", "cuda"])
 @pytest.mark.parametrize(
     ("poor", "calls"),
@@ -194,7 +195,6 @@ def staged(rank: int, world: int, poor: int, place: Any, name: str, *, small: bo
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("small", [True, False], ids=["inline frames", "buckets"])
 @pytest.mark.parametrize(
     ("poor", "place", "name"),
@@ -238,7 +238,6 @@ def reserved(rank: int, world: int, poor: int, calls: int, **options: Any) -> di
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("poor", "calls"),
     [(0, 1), (0, 2), (1, 1), (3, 2)],
@@ -281,7 +280,6 @@ def seeded(
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("poor", "place", "name", "how"), SEEDS.values(), ids=SEEDS)
 def test_memory_that_is_short_during_a_seed_is_apply_failed_and_names_the_rank(
     ranks: Ranks, poor: int, place: Any, name: str, how: dict[str, Any]
@@ -319,7 +317,6 @@ def limited(rank: int, world: int, poor: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_addresses_that_the_system_does_not_give_are_told_like_that(ranks: Ranks) -> None:
     found = ranks.run(limited, 2, seconds=200)
@@ -364,7 +361,6 @@ PAYLOADS: dict[str, tuple[int, Any, str, int]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", PAYLOADS)
 def test_a_payload_that_one_rank_has_no_memory_for_reaches_nobody(ranks: Ranks, case: str) -> None:
     found = ranks.run(payloads, case)

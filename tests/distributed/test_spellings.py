@@ -19,6 +19,8 @@ from tests.distributed.launcher import Ranks
 from tests.distributed.shares import warm
 from tests.distributed.tools import TIMEOUT, caught, model, nudge, prints, same, sync
 
+pytestmark = pytest.mark.slow
+
 WORLD = 4
 
 

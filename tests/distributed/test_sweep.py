@@ -22,6 +22,8 @@ from dte_dist.codec.value_codecs import VALUE_CODECS
 from tests.distributed.cases import Case, local_tensor, make_case, same_bits
 from tests.distributed.launcher import Ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD, CASES, BATCH = 8, 400, 50
 PAIRS = [
     f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
@@ -129,7 +131,6 @@ _RUNS = [("delta_broadcast", numbers) for numbers in _NUMBERS] + [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("collective", "numbers"), _RUNS, ids=[f"{name}-{_SEED}:{numbers[0]}" for name, numbers in _RUNS]

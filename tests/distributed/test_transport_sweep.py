@@ -19,6 +19,8 @@ from tests.distributed.cases import Case, make_case
 from tests.distributed.launcher import Ranks
 from tests.distributed.shares import VERSIONS, peers_and_plan, warm
 
+pytestmark = pytest.mark.slow
+
 WORLD, CASES = 8, 40
 
 
@@ -58,7 +60,6 @@ _SEED, _, _ONE = os.environ.get("DTE_SWEEP", str(random.SystemRandom().getrandbi
 _NUMBERS = [int(_ONE)] if _ONE else list(range(CASES))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("numbers", [_NUMBERS], ids=[f"{_SEED}:{_NUMBERS[0]}"])
 def test_every_layout_reaches_every_other_over_a_process_group(ranks, numbers, capsys):

@@ -24,6 +24,8 @@ from dte_dist.sync.background import DeltaWork
 from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught, model, nudge, prints, same, sync, why
 
+pytestmark = pytest.mark.slow
+
 LONG, SOON = 60.0, 25.0
 
 
@@ -77,7 +79,6 @@ def two_threads(rank: int, world: int, how: str) -> Any:
     return errors, sorted(why(report)[:4] for report in reports), why(last), prints(module)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["foreground", "background", "p2p"])
 def test_two_threads_of_each_rank_call_on_one_module(ranks: Ranks, how: str) -> None:
     errors, reports, last, _ = same(ranks.run(two_threads, how, seconds=400))
@@ -145,7 +146,6 @@ def opposite_orders(rank: int, world: int) -> Any:
     return errors, seen, bits if rank == 0 else bits[::-1]
 
 
-@pytest.mark.slow
 def test_threads_with_two_modules_in_opposite_orders_do_not_wait_for_each_other(ranks: Ranks) -> None:
     errors, seen, _ = same(ranks.run(opposite_orders, seconds=300))
     assert (
@@ -182,7 +182,6 @@ def within(rank: int, world: int, what: str, background: bool) -> Any:
     return error, prompt, why(sync(module, timeout=LONG)), prints(module)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("what", WITHIN)
 def test_a_detector_that_calls_on_its_module_is_refused_and_all_ranks_learn_of_it(
@@ -296,7 +295,6 @@ def interrupted(rank: int, world: int, who: int, place: str, background: bool) -
     return first, (seen, parts[2] == parts[3] == parts[0] | parts[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_while_a_rank_prepares_is_known_to_the_others_soon(
@@ -364,7 +362,6 @@ def interrupted_start(rank: int, world: int, who: int, started: bool) -> Any:
     return first, (second, why(sync(module, timeout=LONG)), prints(module))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 2], ids=["on the source", "on a receiver"])
 def test_an_interrupt_between_the_making_of_a_work_and_its_start_is_known_to_the_others(
     ranks: Ranks, who: int

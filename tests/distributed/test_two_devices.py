@@ -24,6 +24,8 @@ from tests.distributed.launcher import Ranks
 from tests.distributed.shares import warm
 from tests.distributed.tools import TIMEOUT, caught, channel_of, digest, same
 
+pytestmark = pytest.mark.slow
+
 GPU = torch.device("cuda", 0)
 
 
@@ -119,7 +121,6 @@ def offloaded(rank: int, world: int, collective: str) -> Any:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["delta_broadcast", "delta_p2p"])
 def test_parameters_on_the_cpu_and_buffers_on_a_gpu(ranks: Ranks, collective: str) -> None:
     results = ranks.run(offloaded, collective)

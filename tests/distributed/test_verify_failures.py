@@ -21,6 +21,8 @@ from tests.distributed.launcher import Ranks
 from tests.distributed.tools import caught, model, nudge, parts_of, prints, same, sync
 from tests.distributed.verifying import found, why
 
+pytestmark = pytest.mark.slow
+
 LONG = 60.0
 
 
@@ -95,7 +97,6 @@ def crossed_on_p2p(rank: int, world: int) -> Any:
     return error, why(sync(layout, bucket_bytes=64, route="p2p")), dte_dist.verify(layout).equal
 
 
-@pytest.mark.slow
 def test_a_verification_that_meets_a_sync_of_many_frames(ranks: Ranks) -> None:
     (name, text), report, equal = same(ranks.run(crossed_on_p2p))
     assert (

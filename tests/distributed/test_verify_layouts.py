@@ -34,6 +34,8 @@ from tests.distributed.verifying import (
     why,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -197,7 +199,6 @@ def after_every_kind(rank: int, world: int, kind: str) -> Any:
     return seen, side.receivers, len(parts_of(side.target).agreement.model.slots), after.tensors
 
 
-@pytest.mark.slow
 @layouts
 def test_equal_after_every_kind_of_sync(ranks: Ranks, kind: str) -> None:
     """Before a sync what moved since the last one is counted; after it nothing has, and all receivers are
@@ -251,7 +252,6 @@ def flipped(rank: int, world: int, kind: str) -> Any:
     return [(*each[:4], each[4].partition(", on rank")[0], *each[5:]) for each in seen], side.receivers
 
 
-@pytest.mark.slow
 @layouts
 def test_a_single_flipped_bit_is_found_and_named_and_the_next_sync_seeds_exactly_that_rank(
     ranks: Ranks, kind: str

@@ -29,6 +29,8 @@ from tests.distributed.launcher import Ranks
 from tests.distributed.patience import LONG, PATIENT, PLACES, SHORT, agreed_text, begin, go, go_anew, told
 from tests.distributed.tools import caught, facts, model, nudge, prints, same, sync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
@@ -68,7 +70,6 @@ def fails_in_opening(rank: int, world: int, where: str, error: BaseException) ->
     return first, facts(sync(module, timeout=LONG))[:4], prints(module)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_an_exception_of_one_rank_while_a_channel_opens_is_one_error_of_the_family_on_all(
     lasting: Ranks, where: str
@@ -80,7 +81,6 @@ def test_an_exception_of_one_rank_while_a_channel_opens_is_one_error_of_the_fami
     assert same([rest for _, *rest in found])[0] == (1, None, "full", "first sync")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_an_interrupt_of_one_rank_while_a_channel_opens_is_told_to_the_others_at_once(
     lasting: Ranks, where: str
@@ -204,7 +204,6 @@ def settled(count: Callable[[], int]) -> int:
     return last
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["all close", "one closes", "transports"])
 def test_channels_that_are_closed_leave_nothing_in_the_store(lasting: Ranks, how: str) -> None:
     assert same(lasting.run(opens_often, how)) == 0
@@ -213,7 +212,6 @@ def test_channels_that_are_closed_leave_nothing_in_the_store(lasting: Ranks, how
 # Patience ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("late", [[1], [1, 3]], ids=str)
 def test_ranks_that_do_not_answer_are_named_after_the_timeout(ranks: Ranks, late: list[int]) -> None:
     pids = ranks.run(begin, SHORT)
@@ -235,7 +233,6 @@ def stay_away(rank: int, world: int, who: Sequence[int]) -> Any:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("away", [[2], [0, 2]], ids=str)
 def test_ranks_that_do_not_come_to_an_opening_are_named(lasting: Ranks, away: list[int]) -> None:
     found = lasting.run(stay_away, away)
@@ -254,7 +251,6 @@ def store_on_rank_0(rank: int, world: int) -> int:
     return begin(rank, world, 4.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [go, go_anew], ids=["a sync", "an opening"])
 def test_the_timeout_bounds_the_questions_to_a_store_that_hangs(ranks: Ranks, program: Any) -> None:
     pids = ranks.run(store_on_rank_0)
@@ -283,7 +279,6 @@ def compiles_for_long(rank: int, world: int, where: int, says: bool) -> Any:
         return told(lambda: sync(module, timeout=SHORT))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", [1, 2], ids=["before it comes", "when it is there"])
 def test_a_rank_that_compiles_is_waited_for(lasting: Ranks, where: int) -> None:
     found = lasting.run(compiles_for_long, where, True)
@@ -315,7 +310,6 @@ def comes_late(rank: int, world: int, lateness: float, is_open: bool, background
     return errors, facts(report)[:5], prints(module)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lateness", [0.8, 1.2, 2.5], ids=lambda lateness: f"{lateness} timeouts late")
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", "opening"])
 def test_the_call_of_a_late_rank_meets_the_next_try_of_the_others(
@@ -330,7 +324,6 @@ def test_the_call_of_a_late_rank_meets_the_next_try_of_the_others(
     assert report == ((2, 1, "delta", "", 3) if is_open else (1, None, "full", "first sync", report[4]))
 
 
-@pytest.mark.slow
 def test_a_late_rank_in_the_background_is_told_so_and_meets_the_others_at_its_next_call(
     lasting: Ranks,
 ) -> None:
@@ -356,7 +349,6 @@ def two_groups_of_one_source_are_given_up(rank: int, world: int) -> Any:
     return [facts(sync(module, group, timeout=1.0))[1:4] for group in mine]
 
 
-@pytest.mark.slow
 def test_each_group_of_a_source_goes_on_from_what_its_own_receivers_hold(lasting: Ranks) -> None:
     first, *others = lasting.run(two_groups_of_one_source_are_given_up)
     assert first == [(2, "delta", ""), (2, "delta", "")] and others[:2] == [first[:1], first[1:]]

@@ -15,6 +15,8 @@ from tests.distributed.launcher import Ranks
 from tests.distributed.shares import warm
 from tests.distributed.tools import caught, model, nudge, prints, same, sync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks():
