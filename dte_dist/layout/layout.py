@@ -7,31 +7,35 @@ reading is described again and must still be what the manifest, which all ranks 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import is_, is_not
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from dte_dist._torch_compat import local_tensors, registered_by
 from dte_dist.errors import LayoutMismatch
-from dte_dist.layout.entries import EntryBuilder, wait_collective
+from dte_dist.layout.entries import EntryBuilder
 from dte_dist.layout.flattened import FlatUnit, FlatView, beside
+from dte_dist.layout.live_objects import (
+    REOPEN,
+    aliases_of,
+    differing,
+    locals_of,
+    raise_changed,
+    refuse_difference,
+)
 from dte_dist.layout.manifest import Manifest
+from dte_dist.layout.module_watcher import ModuleWatcher
 from dte_dist.layout.modules import ModuleTree, is_trained
 from dte_dist.layout.names import (
     NameRule,
     Rename,
     Select,
     canonical_name,
-    refuse_duplicates,
     refuse_unencodable,
 )
-from dte_dist.layout.placements import Entry
 from dte_dist.layout.sharding import ShardSpec
 from dte_dist.layout.tensor_refs import TensorRef, refs_of_shards, refs_of_tensors, refs_of_views
 from dte_dist.layout.untrained_copies import CopyCheck, Counted
@@ -39,12 +43,6 @@ from dte_dist.tensors.devices import home_of
 from dte_dist.tensors.live import LiveTensors
 
 __all__ = ["Layout"]
-
-_PLAIN: Final = {Tensor, nn.Parameter}
-_REOPEN: Final = (
-    "call dte_dist.close(module, group) on every rank, and sync again: a new channel opens; "
-    "if you passed a Layout, build a new one of the changed tensors, and pass that"
-)
 
 
 class Layout:
@@ -64,15 +62,15 @@ class Layout:
         (['bias', 'weight'], [(2,), (2, 3)])
     """
 
-    def __init__(self, source: _ModuleWatcher | Iterable[TensorRef], *, partial: bool = False) -> None:
+    def __init__(self, source: ModuleWatcher | Iterable[TensorRef], *, partial: bool = False) -> None:
         self.is_partial = partial
-        self._follow = source if isinstance(source, _ModuleWatcher) else None
+        self._follow = source if isinstance(source, ModuleWatcher) else None
         self._spots = sorted(source, key=lambda ref: ref.order)
         self._homes = [(ref.container, ref.key) for ref in self._spots]
         self._names = [ref.name for ref in self._spots]
         refuse_unencodable(self._names)
         self._describer = EntryBuilder()
-        self._units: Sequence[FlatUnit] = source.units if isinstance(source, _ModuleWatcher) else ()
+        self._units: Sequence[FlatUnit] = source.units if isinstance(source, ModuleWatcher) else ()
         for unit in self._units:
             for mesh in unit.meshes:  # whose ranks train together, also where no entry says so
                 self._describer.number_of(mesh)
@@ -82,7 +80,7 @@ class Layout:
             self._describer.entry(ref.name, found, ref.declared)
             for ref, found in zip(self._spots, self._objects, strict=True)
         ]
-        local = _locals(self._objects)
+        local = locals_of(self._objects)
         read = LiveTensors.of(local)
         self._before = read.forget()
         clones = [index for index, ref in enumerate(self._spots) if ref.is_clone]
@@ -91,7 +89,9 @@ class Layout:
         self._away: Sequence[int] = ()
         self._device_types = [tensor.device.type for tensor in local]
         self._pairs = [index for index, tensor in enumerate(local) if tensor.dtype is torch.complex128]
-        self.manifest = Manifest.build(entries, self._describer.meshes, _ties(entries, self._objects, local))
+        self.manifest = Manifest.build(
+            entries, self._describer.meshes, aliases_of(entries, self._objects, local)
+        )
         self.coordinates = tuple(self._describer.coordinates)
 
     @classmethod
@@ -117,7 +117,7 @@ class Layout:
             'head.weight'
         """
         tree, rule = ModuleTree(module), NameRule.of(select, rename)
-        layout = cls(_ModuleWatcher(tree, rule), partial=select is not None)
+        layout = cls(ModuleWatcher(tree, rule), partial=select is not None)
         if not layout._spots or rule.patterns is not None:
             rule.refuse_no_match([found.name for found in tree.tensors()])
         return layout
@@ -231,11 +231,11 @@ class Layout:
             self._follow_module(self._follow)
         objects = self._resolve()
         replaced = (
-            [] if all(map(is_, objects, self._objects)) else _differing(map(is_not, objects, self._objects))
+            [] if all(map(is_, objects, self._objects)) else differing(map(is_not, objects, self._objects))
         )
         for index in replaced:
             self._check(index, objects[index])
-        read = LiveTensors.of(objects, _locals)
+        read = LiveTensors.of(objects, locals_of)
         local = list(read.tensors)
         moved = read.changed_since(self._before).tolist()
         for index in moved:
@@ -329,16 +329,16 @@ class Layout:
 
     def _counted(self) -> Counted:
         """Return elements and version counters of the local tensors, which nothing holds when it is done."""
-        read = LiveTensors.of(self._objects, _locals)
+        read = LiveTensors.of(self._objects, locals_of)
         return read.numels, read.versions()
 
-    def _follow_module(self, follow: _ModuleWatcher) -> None:
+    def _follow_module(self, follow: ModuleWatcher) -> None:
         """Reshard the module and, if its structure changed, find its tensors again."""
         if not follow.changed():
             return
         fresh = Layout(follow.again(), partial=self.is_partial)
         if fresh.manifest != self.manifest:
-            _raise_changed(self.manifest, fresh.manifest)
+            raise_changed(self.manifest, fresh.manifest)
         vars(self).update(vars(fresh))
 
     def _resolve(self) -> list[Any]:
@@ -347,7 +347,7 @@ class Layout:
         except KeyError:
             gone = next(ref for ref in self._spots if ref.key not in ref.container)
             raise LayoutMismatch(
-                "the module no longer has this tensor", tensor=gone.name, hint=_REOPEN
+                "the module no longer has this tensor", tensor=gone.name, hint=REOPEN
             ) from None
 
     def _check(self, index: int, found: Any) -> None:
@@ -355,156 +355,20 @@ class Layout:
         ref, expected = self._spots[index], self.manifest.entries[index]
         if not isinstance(found, Tensor | FlatView):
             raise LayoutMismatch(
-                "the module no longer has this tensor", tensor=ref.name, got=found, hint=_REOPEN
+                "the module no longer has this tensor", tensor=ref.name, got=found, hint=REOPEN
             )
         entry = self._describer.entry(ref.name, found, ref.declared)
-        _refuse_difference(expected, entry)
-        device = _locals([found])[0].device.type
+        refuse_difference(expected, entry)
+        device = locals_of([found])[0].device.type
         if device != self._device_types[index]:
             what = "the tensor moved to another kind of device"
             raise LayoutMismatch(
-                what, tensor=ref.name, expected=self._device_types[index], got=device, hint=_REOPEN
+                what, tensor=ref.name, expected=self._device_types[index], got=device, hint=REOPEN
             )
 
     def _check_ties(self, objects: Sequence[Any], local: Sequence[Tensor]) -> None:
-        ties = Manifest.build((), (), _ties(self.manifest.entries, objects, local)).ties
+        ties = Manifest.build((), (), aliases_of(self.manifest.entries, objects, local)).ties
         if ties != self.manifest.ties:
             raise LayoutMismatch(
-                "other tensors share storage than before", expected=self.manifest.ties, got=ties, hint=_REOPEN
+                "other tensors share storage than before", expected=self.manifest.ties, got=ties, hint=REOPEN
             )
-
-
-class _ModuleWatcher:
-    """Find the tensors of a module by the names that a rule gives them, and notice when the module
-    changed.
-    """
-
-    __slots__ = ("_rule", "_tree")
-
-    def __init__(self, tree: ModuleTree, rule: NameRule) -> None:
-        self._tree = tree
-        self._rule = rule
-
-    def __iter__(self) -> Iterator[TensorRef]:
-        ruled = ((self._rule(found.name), found) for found in self._tree.tensors())
-        named = [(slot, found) for slot, found in ruled if slot is not None]
-        refuse_duplicates(slot for slot, _ in named)
-        for slot, found in named:
-            for key in found.keys:
-                view = found.container[key]
-                yield TensorRef(
-                    slot, found.container, key, view.region if isinstance(view, FlatView) else None
-                )
-
-    @property
-    def units(self) -> Sequence[FlatUnit]:
-        """The units of FSDP1 in the module."""
-        return self._tree.units
-
-    def changed(self) -> bool:
-        """Reshard the module as it was, unless its structure changed."""
-        changed = self._tree.changed()
-        if not changed:
-            self._tree.reshard()
-        return changed
-
-    def module(self) -> nn.Module | None:
-        """Return the module, unless it is gone."""
-        return self._tree.module()
-
-    def are_buffers(self, homes: Sequence[tuple[Any, Any]]) -> list[bool]:
-        """Return for each (dict, key) that holds a tensor whether it is a buffer of the module."""
-        module = self.module()
-        owned = set() if module is None else {id(registered_by(child).buffers) for child in module.modules()}
-        return [id(container) in owned for container, _ in homes]
-
-    def again(self) -> _ModuleWatcher:
-        """Return a follower of the module as it is now."""
-        module = self.module()
-        if module is None:
-            raise LayoutMismatch(
-                "the module of this layout no longer exists",
-                hint="keep a reference to the module, or build a new Layout",
-            )
-        return _ModuleWatcher(ModuleTree(module), self._rule)
-
-
-def _locals(objects: Sequence[Any]) -> list[Tensor]:
-    if not set(map(type, objects)) <= _PLAIN:
-        flats: dict[FlatUnit, Tensor] = {}
-        objects = [_of_flat(each, flats) if isinstance(each, FlatView) else each for each in objects]
-        objects = local_tensors(objects)
-    return list(objects) if set(map(type, objects)) <= _PLAIN else list(map(wait_collective, objects))
-
-
-def _of_flat(view: FlatView, flats: dict[FlatUnit, Tensor]) -> Tensor:
-    """Return the tensor of a view; `flats` keeps the ranges of units that were asked before."""
-    if view.unit not in flats:
-        flats[view.unit] = view.unit.flat()
-    return view.of(flats[view.unit])
-
-
-def _differing(differences: Iterable[bool]) -> list[int]:
-    return [index for index, differs in enumerate(differences) if differs]
-
-
-def _ties(entries: Sequence[Entry], objects: Sequence[Any], local: Sequence[Tensor]) -> list[tuple[str, ...]]:
-    """Return the groups of names whose tensors are the same memory seen the same way, in all regions.
-
-    Raises:
-        LayoutMismatch: two names share some regions and not others; names one.
-    """
-    by_address: dict[int, list[int]] = defaultdict(list)
-    for index, tensor in enumerate(local):
-        by_address[tensor.data_ptr()].append(index)
-    shared: dict[Any, set[str]] = defaultdict(set)
-    for alike in by_address.values():
-        for index in alike if len(alike) > 1 else ():
-            entry = entries[index]
-            key = _memory(objects[index], local[index]), entry.shape, entry.dtype, entry.placement
-            shared[key].add(entry.name)
-    groups = Counter(tuple(sorted(names)) for names in shared.values() if len(names) > 1)
-    regions = Counter(entry.name for entry in entries) if groups else {}
-    for names, count in groups.items():
-        for name in names:
-            if regions[name] != count:
-                what = f"{' and '.join(names)} share the memory of some regions and not of others"
-                raise LayoutMismatch(
-                    what, tensor=name, hint="let them share all of their memory, or none of it"
-                )
-    return list(groups)
-
-
-def _memory(found: Any, tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells memory apart: address and strides, or for a tensor of no elements its object or its
-    padding.
-    """
-    if tensor.numel():
-        return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
-    padding = tensor.untyped_storage().data_ptr() if isinstance(found, DTensor) else 0
-    return tensor.device, padding or id(found)
-
-
-def _refuse_difference(expected: Entry, got: Entry) -> None:
-    for what in ("shape", "dtype", "placement"):
-        before, now = getattr(expected, what), getattr(got, what)
-        if before != now:
-            raise LayoutMismatch(
-                f"the tensor has another {what} than before",
-                tensor=expected.name,
-                expected=before,
-                got=now,
-                hint=_REOPEN,
-            )
-
-
-def _raise_changed(before: Manifest, now: Manifest) -> None:
-    """Raise for the first way in which a module became another one."""
-    mine, theirs = ({entry.name: entry for entry in manifest.entries} for manifest in (before, now))
-    for name in sorted(mine.keys() ^ theirs.keys()):
-        raise LayoutMismatch("a tensor of the module came or went", tensor=name, hint=_REOPEN)
-    for name, entry in mine.items():
-        _refuse_difference(entry, theirs[name])
-    raise LayoutMismatch(
-        "the meshes or tied tensors of the module changed", expected=before.ties, got=now.ties, hint=_REOPEN
-    )

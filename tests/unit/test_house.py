@@ -1,5 +1,5 @@
-"""Unit tier: a folder of the package imports what stands before it, documents name only what is there, and unit
-tests lie where the module lies that they test.
+"""Unit tier: a folder of the package imports what stands before it, documents name only what is there, and
+unit tests lie where the module lies that they test.
 
 docs/architecture.md tells the order of folders and the way of one changed element.
 """
