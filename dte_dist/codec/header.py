@@ -18,6 +18,7 @@ __all__ = [
     "CHECKSUM_WORD",
     "ENTRY",
     "HEAD",
+    "MOST_ELEMENTS",
     "NONE",
     "SYNC_AGAIN",
     "FrameHead",
@@ -83,6 +84,9 @@ ENTRY: Final = np.dtype(
 """40 bytes; `index` and `value` are the numbers of the codecs, what follows is what they need to know to read
 their streams.
 """
+
+MOST_ELEMENTS: Final = 1 << 28
+"""Elements of the longest segment."""
 
 SYNC_AGAIN: Final = "nothing of it was applied; sync again, the next delta contains this one"
 

@@ -32,7 +32,6 @@ from dte_dist.codec.value_codecs import (
     PLANES,
     RAW,
     ULP,
-    ULP8,
     VALUE_CODECS,
     ValueCodec,
     Values,
@@ -61,14 +60,13 @@ _SECONDS: Final = {
     AGAIN: 8.6e-9,
     RAW: 0.6e-9,
     ULP: 4.0e-9,
-    ULP8: 6.2e-9,
     PLANES: 8.0e-9,
 }
 """Seconds for each change to write and read it, estimated from runs on one core of a busy server; distances
 are also taken and added.
 """
 
-_DENSE_SECONDS: Final = {RAW: 0.4e-9, ULP: 2.0e-9, ULP8: 3.0e-9, PLANES: 5.0e-9}
+_DENSE_SECONDS: Final = {RAW: 0.4e-9, ULP: 2.0e-9, PLANES: 5.0e-9}
 """Seconds for each element of a segment that is sent whole."""
 
 
@@ -221,9 +219,9 @@ def _codecs(codec: str, timed: bool) -> tuple[tuple[IndexCodec, ...], tuple[Valu
     if codec == "fast" or (codec == "auto" and not timed):
         return (U16, I32), (RAW,)
     if codec == "small":
-        return (U16, I32, EF, BITMAP, AGAIN), (PLANES, ULP8, ULP)
+        return (U16, I32, EF, BITMAP, AGAIN), (PLANES, ULP)
     if codec == "auto":
-        return (U16, I32, EF, BITMAP, AGAIN), (RAW, PLANES, ULP8, ULP)
+        return (U16, I32, EF, BITMAP, AGAIN), (RAW, PLANES, ULP)
     index, plus, value = codec.partition("+") if isinstance(codec, str) else ("", "", "")
     pair = _named(INDEX_CODECS.values(), index), _named(VALUE_CODECS.values(), value)
     if not plus or None in pair:

@@ -8,7 +8,6 @@ holds what the writer knows adds the distances to it. They exist for elements of
 |---|---|---|---|
 | 0 | `raw` | no | the bits as they are |
 | 1 | `ulp` | yes | the distances as they are |
-| 2 | `ulp8` | yes | an int8 each; those that do not fit follow |
 | 3 | `planes` | yes | sign, some low bits, and whether it is far; what is left as its length and its bits |
 """
 
@@ -32,7 +31,6 @@ from dte_dist.kernels.sizes import (
     choose_planes,
     ef_size,
     low_size,
-    padded,
 )
 from dte_dist.tensors.flat import BITS
 
@@ -42,7 +40,6 @@ __all__ = [
     "PLANES",
     "RAW",
     "ULP",
-    "ULP8",
     "VALUE_CODECS",
     "BitPlaneParams",
     "ValueCodec",
@@ -92,11 +89,6 @@ class Values:
     def classes(self) -> Classes:
         """How many distances there are of each size."""
         return kernels.on(self.values.device).measure(self.values)
-
-    @cached_property
-    def others(self) -> int:
-        """How many distances do not fit a byte."""
-        return kernels.on(self.values.device).count_ulp8(self.values)
 
     @cached_property
     def planes(self) -> Planes:
@@ -167,30 +159,6 @@ class Whole:
         return stream.view(dtype), True
 
 
-class Ulp8:
-    """A byte for each distance, which nearly all distances of training fit."""
-
-    number, name, relative = 2, "ulp8", True
-
-    def least(self, count: int, width: int) -> int:
-        return padded(count)
-
-    def size(self, values: Values, zeros: int = 0) -> int:
-        return padded(values.count + zeros) + values.width * values.others
-
-    def encode(self, values: Values) -> tuple[Tensor, BitPlaneParams]:
-        return kernels.on(values.values.device).encode_ulp8(
-            values.values, values.width, values.others
-        ), NO_PARAMS
-
-    def decode(
-        self, stream: Tensor, count: int, dtype: torch.dtype, params: BitPlaneParams
-    ) -> tuple[Tensor, Verdict]:
-        _check_terms(self.name, params, params == NO_PARAMS)
-        escapes = _escapes(self.name, stream, padded(count), dtype.itemsize, count)
-        return kernels.on(stream.device).decode_ulp8(stream, count, dtype, escapes)
-
-
 class BitPlanes:
     """Two to four bits for each distance of training; for distances of any scale, as many low bits as pay."""
 
@@ -231,23 +199,13 @@ class BitPlanes:
         )
 
 
-RAW, ULP, ULP8, PLANES = Whole(0, "raw", False), Whole(1, "ulp", True), Ulp8(), BitPlanes()
-_CODECS: Final[tuple[ValueCodec, ...]] = (RAW, ULP, ULP8, PLANES)
+RAW = Whole(0, "raw", False)
+ULP = Whole(1, "ulp", True)
+PLANES = BitPlanes()
+_CODECS: Final[tuple[ValueCodec, ...]] = (RAW, ULP, PLANES)
+"""Number 2 was a byte for each distance, which never was the best; the number is not used again."""
+
 VALUE_CODECS: Final[dict[int, ValueCodec]] = {codec.number: codec for codec in _CODECS}
-
-
-def _escapes(name: str, stream: Tensor, before: int, width: int, most: int) -> int:
-    """Return how many values of `width` bytes follow `before` bytes of a stream."""
-    escapes, odd = divmod(len(stream) - before, width)
-    if odd or not 0 <= escapes <= most:
-        expected = f"{before} to {before + most * width} bytes, in steps of {width}"
-        raise FrameError(
-            f"a stream of codec {name} has the wrong size",
-            expected=expected,
-            got=f"{len(stream)} bytes",
-            hint=SYNC_AGAIN,
-        )
-    return escapes
 
 
 def _check_terms(name: str, params: BitPlaneParams, fits: bool) -> None:

@@ -247,14 +247,3 @@ class Kernels(Protocol):
         self, stream: Tensor, count: int, dtype: torch.dtype, plan: Planes
     ) -> tuple[Tensor, Verdict]:
         """Return distances in the dtype of bits, and whether the stream agrees with `plan`."""
-
-    def count_ulp8(self, distances: Tensor) -> int:
-        """Return how many int32 distances are not within +-127."""
-
-    def encode_ulp8(self, distances: Tensor, width: int, others: int) -> Tensor:
-        """Write an int8 for each int32 distance; `others` that do not fit follow in `width` bytes each."""
-
-    def decode_ulp8(
-        self, stream: Tensor, count: int, dtype: torch.dtype, escapes: int
-    ) -> tuple[Tensor, Verdict]:
-        """Return distances in the dtype of bits, and whether there are so many escapes."""

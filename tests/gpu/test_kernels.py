@@ -302,13 +302,9 @@ def test_positions_as_bits_and_as_elias_fano(length: int, density: float) -> Non
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["steps", "any", "far"])
 @pytest.mark.parametrize("count", [1, 63, 1000, 70_000])
-def test_distances_as_bytes_and_as_planes(width: int, kind: str, count: int) -> None:
+def test_distances_as_planes(width: int, kind: str, count: int) -> None:
     values = distances_of(count, width, kind)
-    there, escapes = values.clone().to(DEVICE), cpu.count_ulp8(values)
-    assert torch_kernels.count_ulp8(there) == escapes
-    lineage = cpu.encode_ulp8(values, width, escapes)
-    assert torch.equal(torch_kernels.encode_ulp8(there, width, escapes).cpu(), lineage)
-    agree(lambda codecs, bits: codecs.decode_ulp8(bits, count, BITS[width], escapes), lineage)
+    there = values.clone().to(DEVICE)
     classes, counted = cpu.measure(values), torch_kernels.measure(there)
     assert classes.numbers[: len(counted.numbers)].tolist() == counted.numbers.tolist()
     plan = choose_planes(classes, width)
@@ -447,8 +443,7 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         choose_planes(cpu.measure(far.cpu()), 4),
         best_low(len(positions), len(flat))[0],
     )
-    escapes = torch_kernels.count_ulp8(far)
-    planes, ulps = torch_kernels.encode_planes(classes, 4, plan), torch_kernels.encode_ulp8(far, 4, escapes)
+    planes = torch_kernels.encode_planes(classes, 4, plan)
     ef, bitmap = (
         torch_kernels.encode_ef(positions, len(flat), low),
         torch_kernels.encode_bitmap(positions, len(flat)),
@@ -485,11 +480,8 @@ def test_the_host_waits_no_more_often_than_documented(strided: bool) -> None:
         "decode_ef": (0, lambda: torch_kernels.decode_ef(ef, count, len(flat), low)),
         "encode_bitmap": (0, lambda: torch_kernels.encode_bitmap(positions, len(flat))),
         "decode_bitmap": (0, lambda: torch_kernels.decode_bitmap(bitmap, count, len(flat))),
-        "decode_ulp8": (0, lambda: torch_kernels.decode_ulp8(ulps, count, torch.int32, escapes)),
         "decode_planes": (0, lambda: torch_kernels.decode_planes(planes, count, torch.int32, plan)),
         "measure": (1, lambda: torch_kernels.measure(far)),
-        "count_ulp8": (1, lambda: torch_kernels.count_ulp8(far)),
-        "encode_ulp8": (0, lambda: torch_kernels.encode_ulp8(far, 4, escapes)),
         "encode_planes": (1, lambda: torch_kernels.encode_planes(classes, 4, plan)),
         "add_ulps": (1, lambda: torch_kernels.add_ulps(flat, wide, far)),
         "scatter_add": (2, lambda: torch_kernels.scatter_add(flat, wide, far)),

@@ -132,7 +132,7 @@ def sweep(
     for seed in seeds:
         case = make_case(seed, world, most=world // 2)
         case.codec = random.Random(seed).choice(
-            ("fast", "small", "auto", "ef+planes", "u16+ulp8", "bitmap+ulp", "dense+planes")
+            ("fast", "small", "auto", "ef+planes", "u16+ulp", "bitmap+ulp", "dense+planes")
         )
         group = dist.new_group(case.group)
         case.group_src = [sorted(case.group).index(source) for source in case.sources]

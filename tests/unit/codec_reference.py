@@ -86,13 +86,6 @@ def planes(values: np.ndarray, width: int, shift: int, spread: int) -> tuple[byt
     )
 
 
-def ulp8(values: np.ndarray, width: int) -> bytes:
-    escapes = np.abs(values) > 127
-    return padded(np.where(escapes, -128, values).astype(np.int8).tobytes()) + as_bytes(
-        values[escapes], width
-    )
-
-
 def again(previous: np.ndarray, positions: np.ndarray, length: int, low: int) -> bytes:
     """A bit for each previous position, then the positions that are new; `low` is of no meaning if there are
     none.

@@ -29,16 +29,13 @@ from dte_dist.kernels.cpu.intrinsics import (
 )
 from dte_dist.kernels.cpu.jit import loop
 from dte_dist.kernels.cpu.scan_loops import element, find_tensor
-from dte_dist.kernels.sizes import CLASSES, bitmap_nbytes, low_size, padded
+from dte_dist.kernels.sizes import CLASSES, bitmap_nbytes, low_size
 from dte_dist.kernels.table import ADDRESSES, COUNT, KINDS, PLAIN, STARTS
 
 __all__ = [
     "choose_planes",
-    "count_ulp8",
     "decode_far",
-    "decode_ulp8",
     "encode_far",
-    "encode_ulp8",
     "find_far",
     "measure",
     "scatter_values",
@@ -76,15 +73,6 @@ def measure(distances, count, classes):
         number[CLASSES + _bits_of(distance[i])] += 1
     for i in range(4 * CLASSES):
         number[i % CLASSES] += number[CLASSES + i]
-
-
-@loop
-def count_ulp8(distances, count):
-    """Return how many int32 distances do not fit a byte but -128."""
-    distance, others = pointer(distances, _I32), np.int64(0)
-    for i in range(count):
-        others += np.uint32(distance[i] + 127) > np.uint32(254)
-    return others
 
 
 @loop
@@ -230,54 +218,6 @@ def decode_far(distances, signs, far, count, shift, most, unary, size, bits):
             negative = np.int64((sign[at >> 6] >> np.uint64(at & 63)) & _ONE)
             distance[at] = np.int32(distance[at] + ((high ^ -negative) + negative))
     return longest < most
-
-
-@loop
-def encode_ulp8(distances, count, width, stream):
-    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow in `width` bytes
-    each.
-    """
-    distance, near, escape = (
-        pointer(distances, _I32),
-        pointer(stream, _U8),
-        pointer(stream + padded(count), _U8),
-    )
-    for i in range(count):
-        near[i] = np.uint8((distance[i] if np.uint32(distance[i] + 127) <= np.uint32(254) else -128) & 0xFF)
-    for i in range(count, padded(count)):
-        near[i] = _U8
-    found = 0
-    for i in range(count):
-        if near[i] == 128:
-            for byte in range(width):
-                escape[found] = np.uint8((distance[i] >> (8 * byte)) & 0xFF)
-                found += 1
-
-
-@loop
-def decode_ulp8(stream, count, width, escapes, distances):
-    """Read int32 distances. Return False if there are not `escapes` that follow."""
-    distance, near, escape = (
-        pointer(distances, _I32),
-        pointer(stream, _U8),
-        pointer(stream + padded(count), _U8),
-    )
-    escaped = 0
-    for i in range(count):
-        escaped += near[i] == 128
-        distance[i] = (np.int32(near[i]) ^ np.int32(128)) - np.int32(128)
-    if escaped != escapes:
-        return False
-    found, top = 0, np.int64(1) << (8 * width - 1)
-    if escapes:
-        for i in range(count):
-            if near[i] == 128:
-                whole = np.int64(0)
-                for byte in range(width):
-                    whole |= np.int64(escape[found]) << (8 * byte)
-                    found += 1
-                distance[i] = np.int32((whole ^ top) - top)
-    return True
 
 
 @loop

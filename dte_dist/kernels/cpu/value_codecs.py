@@ -26,18 +26,14 @@ from dte_dist.kernels.sizes import (
     choose_planes,
     ef_size,
     low_size,
-    padded,
 )
 from dte_dist.kernels.torch.value_codecs import add, narrow, subtract, widen
 
 __all__ = [
     "add",
     "add_ulps",
-    "count_ulp8",
     "decode_planes",
-    "decode_ulp8",
     "encode_planes",
-    "encode_ulp8",
     "measure",
     "narrow",
     "precompile",
@@ -132,11 +128,6 @@ def measure(distances: Tensor) -> Classes:
     return Classes(distances, distances.numel(), numbers[:CLASSES])
 
 
-def count_ulp8(distances: Tensor) -> int:
-    """Return how many int32 distances are not within +-127."""
-    return value_codec_loops.count_ulp8(address(distances, dtype=torch.int32), distances.numel())
-
-
 def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     """Write distances as `plan` says; `classes.wide` is overwritten."""
     count, values = classes.count, classes.wide.data_ptr()
@@ -189,30 +180,11 @@ def decode_planes(stream: Tensor, count: int, dtype: torch.dtype, plan: Planes) 
     return narrow(wide[:count], dtype), sound
 
 
-def encode_ulp8(distances: Tensor, width: int, others: int) -> Tensor:
-    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others`
-    in number.
-    """
-    count = distances.numel()
-    stream = torch.empty(padded(count) + width * others, dtype=torch.uint8, device="cpu")
-    value_codec_loops.encode_ulp8(address(distances, dtype=torch.int32), count, width, stream.data_ptr())
-    return stream
-
-
-def decode_ulp8(stream: Tensor, count: int, dtype: torch.dtype, escapes: int) -> tuple[Tensor, bool]:
-    """Read distances of the dtype of bits, and say whether there are so many escapes."""
-    wide = room_for(count)
-    at = address(stream, padded(count) + dtype.itemsize * escapes, torch.uint8)
-    sound = value_codec_loops.decode_ulp8(at, count, dtype.itemsize, escapes, wide.data_ptr())
-    return narrow(wide[:count], dtype), sound
-
-
 def precompile(widths: Iterable[int]) -> None:
     """Compile every loop of the streams by running it on a few elements; those for single elements for these
     widths.
     """
     away = torch.tensor([1, 700, -3], dtype=torch.int32, device="cpu")
-    decode_ulp8(encode_ulp8(away, 2, count_ulp8(away)), 3, torch.int16, 1)
     classes = measure(away)
     chosen = choose_planes(classes, 2)
     decode_planes(encode_planes(classes, 2, chosen), 3, torch.int16, chosen)

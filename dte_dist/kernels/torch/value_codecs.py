@@ -1,7 +1,7 @@
 """The kernels of the value codecs with plain torch ops, for tensors of any device.
 
 They write the same bytes as those of the CPU. Decoders never wait for the device, as in `index_codecs.py`. Of
-the others, `measure`, `count_ulp8`, `encode_planes` and `add_ulps` wait once; `scatter_add` twice, or three
+the others, `measure`, `encode_planes` and `add_ulps` wait once; `scatter_add` twice, or three
 times if positions do not ascend, to learn which tensors they meet.
 """
 
@@ -22,11 +22,8 @@ from dte_dist.kernels.torch.scan import coordinates, scatter
 __all__ = [
     "add",
     "add_ulps",
-    "count_ulp8",
     "decode_planes",
-    "decode_ulp8",
     "encode_planes",
-    "encode_ulp8",
     "measure",
     "narrow",
     "scatter_add",
@@ -104,11 +101,6 @@ def measure(distances: Tensor) -> Classes:
     return Classes(distances, count, -np.diff([count, *at_least.tolist(), 0]))
 
 
-def count_ulp8(distances: Tensor) -> int:
-    """Return how many int32 distances are not within +-127. Waits once."""
-    return int(((distances < -127) | (distances > 127)).sum())
-
-
 def encode_planes(classes: Classes, width: int, plan: Planes) -> Tensor:
     """Write distances as `plan` says. Waits once."""
     wide = classes.wide
@@ -182,26 +174,6 @@ def _bit_length(values: Tensor) -> Tensor:
     for half in (16, 8, 4, 2, 1):
         bits += (values >> bits >= 1 << half) * half
     return bits + (values > 0)
-
-
-def encode_ulp8(distances: Tensor, width: int, others: int) -> Tensor:
-    """Write an int8 for each int32 distance, -128 for those that do not fit, which follow; they are `others`
-    in number.
-    """
-    escaped = (distances < -127) | (distances > 127)
-    near = torch.where(escaped, -128, distances).to(torch.int8).view(torch.uint8)
-    return torch.cat([pad(near), _bytes_of(distances[ranks(escaped, others)[0]], width)])
-
-
-def decode_ulp8(stream: Tensor, count: int, dtype: torch.dtype, escapes: int) -> tuple[Tensor, Tensor]:
-    """Read distances of the dtype of bits, and say whether there are so many escapes; safe for any bytes."""
-    signed = _SIGNED[dtype.itemsize]
-    near = stream[:count].view(torch.int8)
-    values = near.to(signed)
-    escaped, sound = ranks(near == -128, escapes)
-    if escapes:
-        values[escaped] = stream[count + -count % 8 :].view(signed)
-    return values.view(dtype), sound
 
 
 def _signed(bits: Tensor) -> Tensor:

@@ -425,6 +425,7 @@ def entry_changes() -> list[tuple[str, list[tuple[int, str, int]]]]:
         ("swapped codecs", [(0, "index", 1), (1, "index", 2)]),
         ("sparse as dense", [(0, "index", 0)]),
         ("unknown codec", [(0, "value", 9)]),
+        ("a codec that was", [(0, "value", 2)]),
     ]
 
 

@@ -79,7 +79,7 @@ def parts_of(rng: np.random.Generator, flags: np.ndarray) -> list[tuple[int, int
     return [(first, length) for first, length, _ in joined]
 
 
-@pytest.mark.parametrize("codec", ["small", "again+planes", "again+raw", "again+ulp8"])
+@pytest.mark.parametrize("codec", ["small", "again+planes", "again+raw", "again+ulp"])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_frames_with_a_history(kind: str, codec: str, width: int) -> None:
     """Segments are cut and joined in another way each time; some are empty, some all changes."""

@@ -28,7 +28,6 @@ def test_numbers_are_those_of_the_tables() -> None:
     assert {number: codec.name for number, codec in VALUE_CODECS.items()} == {
         0: "raw",
         1: "ulp",
-        2: "ulp8",
         3: "planes",
     }
 

@@ -49,7 +49,7 @@ def test_who_wants_distances() -> None:
         assert (
             CodecSelector("small").relative(width)
             and CodecSelector("u16+ulp").relative(width)
-            and CodecSelector("dense+ulp8").relative(width)
+            and CodecSelector("dense+ulp").relative(width)
         )
         assert not (
             FAST.relative(width)
@@ -121,7 +121,7 @@ def test_a_pair_is_taken_as_long_as_it_is_smaller_than_all_elements(pair: str) -
     assert index is DENSE and whole
     index, value, whole = selector.select(200, 200, random, whole=True)
     assert index is DENSE and not whole and value.size(random) <= 400
-    assert value in ((ULP,) if random.relative and value_name != "ulp8" else (RAW, ULP, VALUE_CODECS[2]))
+    assert value in ((ULP,) if random.relative else (RAW, ULP))
 
 
 def test_auto_weighs_bytes_against_time() -> None:
