@@ -110,6 +110,7 @@ def read_frame(
             next.
 
     Example:
+        >>> from dte_dist.codec.frame import FrameWriter
         >>> head = FrameHead(schema=7, lineage=9, base=1, version=2, source=0, number=0, count=1, width=4,
         ...     first=0, length=100)
         >>> writer = FrameWriter(head, "cpu")
@@ -198,7 +199,8 @@ def _read_table(frame: Tensor, start: np.ndarray, segments: int, head: FrameHead
             )
         if VALUE_CODECS[value].relative and (head.seed or head.width > MOST_RELATIVE):
             raise _bad_segment("distances", "bits, for a seed and for elements of 8 bytes")
-        middle, stop = at + padded(index_bytes), at + padded(index_bytes) + padded(value_bytes)
+        middle = at + padded(index_bytes)
+        stop = middle + padded(value_bytes)
         if stop > frame.numel():
             raise _bad_segment(f"streams up to byte {stop}", f"a frame of {frame.numel()} bytes")
         spans = slice(at, at + index_bytes), slice(middle, middle + value_bytes)

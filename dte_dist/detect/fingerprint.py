@@ -15,14 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from torch import Tensor
 
+from dte_dist._torch_compat import versions as version_counters
 from dte_dist.detect.digest import own_digests
 from dte_dist.layout import LiveTensors
 
 __all__ = ["Fingerprint", "external_writes"]
+
+_NONE: Final = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +56,13 @@ class Fingerprint:
     @classmethod
     def of(cls, local: LiveTensors, *, moved: bool = False) -> Fingerprint:
         """Take the fingerprint of tensors; `moved` asks them for their addresses again."""
-        versions = local.versions()
+        versions = np.array(version_counters(local.tensors), np.int64)
         uncounted = [local.tensors[index] for index in np.flatnonzero(versions < 0).tolist()]
         addresses = local.addresses
         if moved:
             addresses = np.fromiter(map(Tensor.data_ptr, local.tensors), np.int64, len(local.tensors))
-        return cls(addresses, versions, own_digests(uncounted), local.twin_versions() if local.twins else {})
+        digests = own_digests(uncounted) if uncounted else _NONE
+        return cls(addresses, versions, digests, local.twin_versions() if local.twins else {})
 
     def same(self, other: Fingerprint) -> bool:
         """Return whether nothing shows that the tensors were written to or replaced in between."""

@@ -43,13 +43,14 @@ class KnownBits:
         bits: by width, the known bits; undefined until the first `refresh`.
         inconsistent: True if something broke off while bits were taken over or put back: they are then of no
             version.
+        undo_log: what `roll_back` puts back.
     """
 
     def __init__(self, totals: Mapping[int, int], device: torch.device) -> None:
         self.bits = {width: kernels.empty(total, BITS[width], device) for width, total in totals.items()}
         self.inconsistent = False
         self._halfway = False  # whether a range may have been taken over that is not noted yet
-        self._undo_log: list[UndoRecord] = []
+        self.undo_log: list[UndoRecord] = []
         self.move(device)
 
     def move(self, device: torch.device) -> None:
@@ -81,13 +82,13 @@ class KnownBits:
 
     def commit(self) -> None:
         """Let what was taken over be what is known from now on."""
-        self._undo_log.clear()
+        self.undo_log.clear()
 
     def roll_back(self) -> None:
         """Put back what was known before the last `commit`; if it breaks off, it can be done again."""
         was_inconsistent = self.inconsistent
         self.inconsistent = True
-        for before in self._undo_log:
+        for before in self.undo_log:
             known = self.bits[before.width][before.first :]
             if before.positions is None:
                 known[: len(before.bits)].copy_(before.bits)

@@ -141,10 +141,9 @@ class Snapshot(KnownBits):
                     )
                 )
                 self._halfway = False
-                filled, self._range_segments = (
-                    filled + len(wave[-1]),
-                    _RANGE_SEGMENTS if _SPARSE_RATIO * len(wave[-1]) < length else 1,
-                )
+                count = len(wave[-1].new)
+                filled += count
+                self._range_segments = _RANGE_SEGMENTS if _SPARSE_RATIO * count < length else 1
                 if filled >= _BATCH_CHANGES:
                     done = self._record(width, wave)
                     wave = []
@@ -218,14 +217,14 @@ class Snapshot(KnownBits):
         """Note what the ranges of a wave held before; return what changed in them. To note it twice is to put
         it back twice.
         """
-        wave = [changed for changed in wave if len(changed)]
+        wave = [changed for changed in wave if len(changed.new)]
         if all(is_few(changed, width) for changed in wave):
-            self._undo_log += self._record_sparse(width, wave)
+            self.undo_log += self._record_sparse(width, wave)
         else:
             at = 0
             old = self._scratch[width].old
             for changed in wave:
-                self._undo_log.append(self.record(width, changed, old[at : at + len(changed)]))
+                self.undo_log.append(self.record(width, changed, old[at : at + len(changed)]))
                 at += len(changed)
         return wave
 

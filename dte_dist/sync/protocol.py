@@ -120,6 +120,8 @@ class Sync:
         self._source = parts.source
         self._receiver = parts.receiver
         self._phases = prepared.phases
+        source = parts.source
+        self._frames = source.frames() if source is not None and prepared.error is None else []
         self._load = Load()
         self._gathered = 0
         self._received: dict[int, Tensor] = {}
@@ -179,11 +181,7 @@ class Sync:
     def _exchange(self) -> tuple[list[ControlRow], Sizes]:
         """Phase 2: return the rows of all ranks, and the sizes of the frames of all sources."""
         prepared = self._prepared
-        mine = (
-            [len(frame) for frame in self._source.frames()]
-            if self._source is not None and prepared.error is None
-            else []
-        )
+        mine = [len(frame) for frame in self._frames]
         table = self._swap(prepared.row.pack(mine if len(mine) <= ROW_SIZES else [], ROW_SIZES))
         self.begun = True
         rows, sizes = ControlRow.unpack(table)
@@ -215,9 +213,10 @@ class Sync:
         rooms = {
             rank: inline.capacity if rank in self._parts.agreement.sources else 0 for rank in wire.members
         }
-        frames = self._source.frames() if self._source is not None and self._prepared.error is None else []
         with self._phases("wait"):
-            table, self._received = wire.all_gather_rows_inline(row, rooms, partial(inline.write, frames))
+            table, self._received = wire.all_gather_rows_inline(
+                row, rooms, partial(inline.write, self._frames)
+            )
         return table
 
     def _check_sizes(self, sizes: np.ndarray) -> None:
@@ -240,7 +239,6 @@ class Sync:
         """Phase 3."""
         inline = self._parts.inline
         step = self._step(decision, seed=False)
-        frames = self._source.frames() if self._source is not None else []
         if inline.holds(sizes):
             self._load = self._inline_load(sizes)
             if self._is_in(decision.followers):
@@ -249,7 +247,7 @@ class Sync:
                         self._route.take_all(step, source, inline.read(self._received[source], row))
         else:
             self._gathered = self._route.gathered(sizes)
-            self._load = self._move(step, frames, sizes, decision.followers)
+            self._load = self._move(step, self._frames, sizes, decision.followers)
         inline.adapt(sizes)
 
     def _inline_load(self, sizes: Sizes) -> Load:

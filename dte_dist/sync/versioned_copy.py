@@ -85,9 +85,10 @@ class VersionedCopy:
     def find(self, read: Callable[[], LiveTensors], index_maps: IndexMaps) -> Fingerprint:
         """Find the live tensors, to which nothing has been written yet; return their fingerprint."""
         local = self._local = read()
+        live = local.live
         # Whoever gives a tensor other memory meanwhile must not free what is read and written here.
-        self._memory = list(map(Tensor.untyped_storage, local.live.tensors))
-        begun = self._begun = Fingerprint.of(local.live)
+        self._memory = list(map(Tensor.untyped_storage, live.tensors))
+        begun = self._begun = Fingerprint.of(live)
         self._now = None
         self._targets = {key: Target(flat, index_maps[key]) for key, flat in self.flat_tensors(local).items()}
         return begun
@@ -154,10 +155,9 @@ class VersionedCopy:
         own = np.zeros(len(self._local.tensors), np.int64)
         for key, target in self._targets.items():
             own[self._spaces[key].pieces.entry] = target.flat.writes
-        self._now = Fingerprint.of(self._local.live, moved=True)
-        foreign = external_writes(
-            self._begun, self._now, self._local.own_writes(own), self._local.live.tensors
-        )
+        live = self._local.live
+        self._now = Fingerprint.of(live, moved=True)
+        foreign = external_writes(self._begun, self._now, self._local.own_writes(own), live.tensors)
         if foreign:
             self.state.invalidate(WRITTEN)
             what = (

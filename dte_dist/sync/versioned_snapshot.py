@@ -92,7 +92,7 @@ class VersionedSnapshot:
                 with phases("encode"):
                     for changed in batch:
                         sink.add(width, changed)
-                self.changed += sum(map(len, batch))
+                self.changed += sum(len(changed.new) for changed in batch)
 
     def take_over(self, local: LiveTensors, phases: Phases) -> None:
         """Take over all live bits; from here on the snapshot is ahead of the receivers."""
@@ -118,8 +118,10 @@ class VersionedSnapshot:
         """Put back what the snapshot held before, unless it was committed; without a version if that cannot
         be done.
         """
+        snapshot = self.snapshot
         try:
-            self.state.roll_back(self.snapshot)
+            if snapshot is not None and (snapshot.undo_log or snapshot.inconsistent):
+                self.state.roll_back(snapshot)
         finally:
             self.changed = 0
 

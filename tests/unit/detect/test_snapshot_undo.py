@@ -118,7 +118,7 @@ def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
         model.take_over()
         notes = [
             part
-            for note in model.snapshot._undo_log
+            for note in model.snapshot.undo_log
             for part in (note.positions, note.bits)
             if part is not None
         ]
@@ -131,7 +131,7 @@ def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
             <= most
         )
         model.snapshot.commit()
-        assert not model.snapshot._undo_log
+        assert not model.snapshot.undo_log
 
 
 def test_a_range_that_changed_much_costs_the_others_nothing(
@@ -146,7 +146,7 @@ def test_a_range_that_changed_much_costs_the_others_nothing(
     model.set(2, bits)
     model.take_over()
     notes = [
-        part for note in model.snapshot._undo_log for part in (note.positions, note.bits) if part is not None
+        part for note in model.snapshot.undo_log for part in (note.positions, note.bits) if part is not None
     ]
     assert (
         sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in notes}.values())
