@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dte_dist.api import delta_broadcast, delta_p2p, verify
 from dte_dist.codec.named_tensors import Payload, payload_of
+from dte_dist.codec.payload_frames import payload_from_frames, payload_to_frames
 from dte_dist.detect.detector import Detector
 from dte_dist.errors import (
     ApplyFailed,
@@ -71,7 +72,9 @@ __all__ = [
     "delta_broadcast",
     "delta_p2p",
     "invalidate",
+    "payload_from_frames",
     "payload_of",
+    "payload_to_frames",
     "reconstruct_against_base",
     "remap_delta_indices",
     "verify",

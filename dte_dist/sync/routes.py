@@ -37,13 +37,11 @@ from dte_dist.transport.buffers import Frame
 from dte_dist.transport.p2p import PairwiseExchange, Sized
 
 __all__ = [
-    "AUTO",
     "BroadcastRoute",
     "Chosen",
     "Load",
     "P2PRoute",
     "Route",
-    "RouteOption",
     "Routes",
     "Sizes",
     "dense_frame_bytes",

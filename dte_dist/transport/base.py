@@ -32,6 +32,9 @@ class Transport(ABC):
         (a store, a disk, memory) gives them to receivers that come later; one that does not (a process group)
         needs sender and receivers to meet, and says so.
 
+    A transport of bytes carries `dte_dist.payload_to_frames(payload)`, and gives out
+    `dte_dist.payload_from_frames`: what is damaged on the way is a `FrameError`.
+
     With several senders, each sends its own payload of a version, and a receiver asks for those of the
     senders it needs, one by one.
 

@@ -186,8 +186,3 @@ def _ordered(bits: Tensor) -> Tensor:
     """
     bits = _signed(bits)
     return bits ^ ((bits >> (8 * bits.element_size() - 1)) & torch.iinfo(bits.dtype).max)
-
-
-def _bytes_of(distances: Tensor, width: int) -> Tensor:
-    """Return int32 distances as bytes, `width` for each."""
-    return distances.to(_SIGNED[width]).view(torch.uint8)
