@@ -158,8 +158,9 @@ class SenderSpace:
                 parts.append(Part(name, slot, number, entry, blocks[number, entry]))
         return cls(parts)
 
+    @cached_property
     def slots(self) -> Slots:
-        """Return shape and dtype of each part as the sender holds it."""
+        """Shape and dtype of each part as the sender holds it."""
         return {name: (part.block.shape, part.slot.torch_dtype) for name, part in self.parts.items()}
 
     def dtypes(self) -> dict[int, list[torch.dtype]]:

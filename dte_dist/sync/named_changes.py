@@ -35,6 +35,9 @@ __all__ = ["NamedTensorBuilder", "check_changes", "segments_of", "translate"]
 _WINDOW: Final = 1 << 30
 """Elements whose positions are translated at once: counted from the first, they fit int32."""
 
+_MANY: Final = 1 << 15
+"""Changes of one tensor that are written by themselves; fewer are written together with those of others."""
+
 _AGAIN: Final = "nothing of it was applied; push again, in full if it stays"
 
 
@@ -102,6 +105,8 @@ def whole_part(known: Snapshot, space: PartSpace, number: int) -> Tensor:
 def _in_slots(space: PartSpace, positions: Tensor, counts: np.ndarray) -> Tensor:
     """Return positions in what is held as positions in the slots, each counted from its slot's start."""
     starts = space.held.starts
+    if space.is_whole and len(space.parts) == 1:
+        return positions
     if not space.is_whole:
         positions, _ = translate(space.outward, positions, positions, space.held.numel)
         starts = space.whole.starts
@@ -173,7 +178,7 @@ def check_changes(
         LayoutMismatch: names, shapes or dtypes differ; names the tensor.
         FrameError: a position is outside its tensor, or of the wrong dtype; names the tensor.
     """
-    slots = space.slots()
+    slots = space.slots
     said = {}
     for change in changes:
         whole = change.positions is None or change.name not in slots
@@ -217,10 +222,25 @@ def segments_of(changes: Sequence[Change], space: SenderSpace) -> Iterator[tuple
                     width,
                     Segment(int(starts[number]), change.values.numel(), None, flat_bits(change.values)),
                 )
-        pairs = [(number, change) for number, change in found if change.positions is not None]
+        pairs = []
+        for number, change in found:
+            alone = _alone(held, number, change)
+            if alone is not None:
+                yield width, alone
+            elif change.positions is not None:
+                pairs.append((number, change))
         if pairs:
             for segment in _sparse(held, *zip(*pairs, strict=True)):
                 yield width, segment
+
+
+def _alone(space: PartSpace, number: int, change: Change) -> Segment | None:
+    """Return the many changes of one whole tensor as a segment of their own, which needs no copy of them."""
+    positions = change.positions
+    if positions is None or len(positions) < _MANY or positions.dtype != torch.int32 or not space.is_whole:
+        return None
+    start, stop = space.held.starts[number : number + 2].tolist()
+    return Segment(start, stop - start, positions, flat_bits(change.values))
 
 
 def _sparse(space: PartSpace, numbers: Sequence[int], changes: Sequence[Change]) -> Iterator[Segment]:

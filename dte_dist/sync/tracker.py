@@ -137,7 +137,7 @@ class DeltaTracker:
         own = slots_of(tensors)
         slots = {name: (shape, (wire or {}).get(name, dtype)) for name, (shape, dtype) in own.items()}
         known = self._space
-        space = known if known is not None and known.slots() == slots else SenderSpace.of_whole(slots)
+        space = known if known is not None and known.slots == slots else SenderSpace.of_whole(slots)
         return self.diff_space(read_named(tensors), space, version, full=full)
 
     def diff_space(
@@ -206,7 +206,7 @@ class DeltaTracker:
     def _changes(self, local: LiveTensors, space: SenderSpace) -> Sequence[Change]:
         if self._source is None or self._space is None:
             raise RuntimeError("a delta has nothing to start from")
-        refuse_difference(self._space.slots(), space.slots(), what="the tensors pushed before and now")
+        refuse_difference(self._space.slots, space.slots, what="the tensors pushed before and now")
         builder = NamedTensorBuilder(self._space, self._source.open(local.device), self._ratio)
         self._source.find(local, builder, Phases())
         return builder.collect()
