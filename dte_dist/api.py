@@ -19,7 +19,7 @@ from dte_dist.sync.background import DeltaWork
 from dte_dist.sync.channel import Abandoned, Channel
 from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.protocol import PreparedSync
-from dte_dist.sync.registry import find, find_or_open, is_in_use
+from dte_dist.sync.registry import find_channel, find_or_open, is_in_use
 from dte_dist.sync.streams import fork_streams, join_caller, use_streams
 from dte_dist.transport.communicator import Group, group_of
 
@@ -161,8 +161,8 @@ def delta_p2p(
     receiver holds.
 
     The same channel, versions, options, errors and guarantees: calls of both may be mixed, as long as all
-        ranks make the same ones. With mode="full" it is a dense reshard of its own, from any layout to any
-        layout, in bounded memory.
+    ranks make the same ones. With mode="full" it is a dense reshard of its own, from any layout to any
+    layout, in bounded memory.
 
     Args:
         module, group, src, async_op: as for `delta_broadcast`.
@@ -190,11 +190,11 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
     seeded by the next sync.
 
     A collective on the open channel of (module, group): every rank of the group must call, in the same order
-    as its syncs. It finds
-    what no version counter shows: writes through `.data` or numpy, memory that was discarded and mapped
-        again, a detector that forgot a change, a fault of the machine. Each tensor has a digest of 64 bits, a
-        sum over its elements of a hash of position and bits, so that shards add up. It costs one read of the
-        weights on each rank, one of the snapshot on sources, and 8 bytes a tensor and kind of receiver.
+    as its syncs. It finds what no version counter shows: writes through `.data` or numpy, memory that was
+    discarded and mapped again, a detector that forgot a change, a fault of the machine. Each tensor has a
+    digest of 64 bits, a sum over its elements of a hash of position and bits, so that shards add up. It costs
+    one read of the weights on each rank, one of the snapshot on sources, and 8 bytes a tensor and kind of
+    receiver.
 
     Args:
         module: as passed to `delta_broadcast`.
@@ -221,7 +221,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         (2,)
     """
     pg = group_of(group)
-    if (channel := find(module, pg)) is None:
+    if (channel := find_channel(module, pg)) is None:
         raise ValueError(
             "there is no open channel of this module and group: verify after delta_broadcast or delta_p2p"
         )
@@ -229,7 +229,8 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
         running.wait_for(module, into)
         channel.refuse_forked()
-        channel = find(module, pg) or channel  # a call of another thread may have opened a new one meanwhile
+        # A call of another thread may have opened a new one meanwhile.
+        channel = find_channel(module, pg) or channel
         try:
             return channel.verify()
         except BaseException as error:

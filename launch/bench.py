@@ -14,8 +14,8 @@ for bit.
    files.
 
 The methods: (a) `dense_broadcast`, everything gathered with `full_tensor()`, packed and broadcast; (b)
-    `dense_p2p`, a dense reshard by `delta_p2p`; (c) `published`, the design of public trainers (see
-    benchlib/published.py); and the deltas of this package.
+`dense_p2p`, a dense reshard by `delta_p2p`; (c) `published`, the design of public trainers (see
+benchlib/published.py); and the deltas of this package.
 
 Without torchrun the bench starts the ranks itself, as many as the preset needs. With `--links` it gives each
 a network namespace of its own behind a link of that rate (see benchlib/links.py), which needs root.

@@ -3,7 +3,7 @@
     python launch/bench_report.py out/bench_quick.json out/bench_links_1gbit.json
 
 The text between the two `notes` comments of an existing file is kept: what bounds the targets that were not
-    reached is for people to say.
+reached is for people to say.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class FrameWriter:
         add nothing.
 
         Args:
-            first: position of the segment in the source's flat space.
+            first: position of the segment in the space of its lane.
             length: elements of the segment, at most 2^28.
             positions: int32, strictly increasing in [0, length); None if there is a value for each element.
             values: one per position: bits of the head's width, or, if `relative`, int32 distances, which may

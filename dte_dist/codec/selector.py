@@ -14,9 +14,9 @@ others, "auto" only over links that are slow enough for it to pay. The pair "aga
 `again` is not smaller.
 
 All of them send a segment whole where that is cheaper: dense with `raw`, or with distances where both ends
-    know the bits that were there. How a segment's changes are written is decided segment by segment, but
-    whether they are bits or distances once for all
-segments of a width: distances have to be taken where the known bits are at hand.
+know the bits that were there. How a segment's changes are written is decided segment by segment, but whether
+they are bits or distances once for all segments of a width: distances have to be taken where the known bits
+are at hand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Digests of tensors: 64 bits for each, a sum over its elements of a hash of position and bits.
 
 Since it is a sum, parts of a tensor that several ranks hold are digested by each of them and added: what the
-    digest says depends on the elements and on where they belong, not on who holds them. Sums wrap around
-    modulo 2^64; docs/protocol.md has the hash.
+digest says depends on the elements and on where they belong, not on who holds them. Sums wrap around modulo
+2^64; docs/protocol.md has the hash.
 """
 
 from __future__ import annotations

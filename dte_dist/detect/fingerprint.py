@@ -125,7 +125,7 @@ def _counters(before: Fingerprint, now: Fingerprint, tensors: Iterable[Tensor]) 
     counter began and ended.
 
     Memory alone does not tell: parts of `weight.data` have counters of their own. Torch does not say who
-        shares one, so those of one memory whose counters began and ended alike count as sharing it.
+    shares one, so those of one memory whose counters began and ended alike count as sharing it.
     """
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     return list(zip(memory, before.versions.tolist(), now.versions.tolist(), strict=True))

@@ -29,7 +29,7 @@ _SPARSE_RATIO: Final = 16
 """Little is one change in so many elements."""
 
 _BATCH_CHANGES: Final = 1 << 21
-"""Changes that end a wave."""
+"""Changes that end a batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,29 +92,23 @@ class Snapshot(KnownBits):
         super().move(device)
 
     def changes(
-        self, live: FlatTensors, width: int, ranges: Iterable[tuple[int, int]]
-    ) -> Iterator[list[Changed]]:
-        """Find what differs in some ranges, take it over, and yield it in batches."""
-        return self.diff_and_update(live, width, ranges)
-
-    def diff_and_update(
         self,
         live: FlatTensors,
         width: int,
-        spans: Iterable[tuple[int, int]],
+        ranges: Iterable[tuple[int, int]],
         detector: Detector | None = None,
     ) -> Iterator[list[Changed]]:
-        """Find what differs in some spans, take it over, and yield it in waves.
+        """Take over what differs in some ranges, and yield it in batches.
 
         Args:
             live: the live tensors of a width.
             width: of elements.
-            spans: (first, length) of ranges to go through, one after the other; what is found in different
+            ranges: (first, length) of ranges to go through, one after the other; what is found in different
                 ones is told apart.
             detector: the caller's own search; None compares all.
 
         Yields:
-            What was found, in order; the tensors are views of memory that the next wave uses again.
+            What was found, in order; the tensors are views of memory that the next batch uses again.
 
         Raises:
             ValueError: the caller's detector returned something else than ascending positions of a range.
@@ -124,43 +118,43 @@ class Snapshot(KnownBits):
             self._scratch[width] = _ScratchBuffers.of(
                 min(len(self.bits[width]), _BATCH_CHANGES + most), width, self.device
             )
-        # `inconsistent` is True from before the first bit of a wave is taken over until all of the wave is
+        # `inconsistent` is True from before the first bit of a batch is taken over until all of the batch is
         # noted, so that whatever breaks off in between (an interrupt at any line, too) leaves a snapshot that
         # is known to be of no version.
-        wave = list[Changed]()
+        batch = list[Changed]()
         filled = 0
         was_inconsistent = self.inconsistent
         try:
-            for first, length in self._ranges(spans):
+            for first, length in self._cut(ranges):
                 named = (
                     self._detected(live, width, (first, length), detector) if detector is not None else None
                 )
-                wave.append(
+                batch.append(
                     self._update_range(
                         live, width, (first, length), self._scratch[width].after(filled), named
                     )
                 )
                 self._halfway = False
-                count = len(wave[-1].new)
+                count = len(batch[-1].new)
                 filled += count
                 self._range_segments = _RANGE_SEGMENTS if _SPARSE_RATIO * count < length else 1
                 if filled >= _BATCH_CHANGES:
-                    done = self._record(width, wave)
-                    wave = []
+                    done = self._record(width, batch)
+                    batch = []
                     filled = 0
                     self.inconsistent = was_inconsistent
                     yield done
         finally:  # also of what was found before a detector failed
-            last = self._record(width, wave)
-            # Without a wave nothing became inconsistent here; it may have been elsewhere since the last one.
-            if wave and not self._halfway:
+            last = self._record(width, batch)
+            # Without a batch nothing became inconsistent here; it may have been elsewhere since the last one.
+            if batch and not self._halfway:
                 self.inconsistent = was_inconsistent
         if last:
             yield last
 
-    def _ranges(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Cut spans into ranges, as long as it pays by what was found last."""
-        for begin, length in spans:
+    def _cut(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Cut ranges into those that are compared at once, as long as it pays by what was found last."""
+        for begin, length in ranges:
             first = begin
             while first < begin + length:
                 size = min(self._range_segments * self._segment, begin + length - first)
@@ -213,26 +207,24 @@ class Snapshot(KnownBits):
             raise ValueError(f"a detector returns ascending positions within [0, {length})")
         return positions
 
-    def _record(self, width: int, wave: list[Changed]) -> list[Changed]:
-        """Note what the ranges of a wave held before; return what changed in them. To note it twice is to put
-        it back twice.
-        """
-        wave = [changed for changed in wave if len(changed.new)]
-        if all(is_few(changed, width) for changed in wave):
-            self.undo_log += self._record_sparse(width, wave)
+    def _record(self, width: int, batch: list[Changed]) -> list[Changed]:
+        """Note what the ranges of a batch held before, once; return what changed in them."""
+        batch = [changed for changed in batch if len(changed.new)]
+        if all(is_few(changed, width) for changed in batch):
+            self.undo_log += self._record_sparse(width, batch)
         else:
             at = 0
             old = self._scratch[width].old
-            for changed in wave:
+            for changed in batch:
                 self.undo_log.append(self.record(width, changed, old[at : at + len(changed)]))
                 at += len(changed)
-        return wave
+        return batch
 
-    def _record_sparse(self, width: int, wave: list[Changed]) -> Iterator[UndoRecord]:
-        """Copy what a wave held where it changed."""
-        positions, old = self._scratch[width].undo_columns(sum(map(len, wave)))
+    def _record_sparse(self, width: int, batch: list[Changed]) -> Iterator[UndoRecord]:
+        """Copy what a batch held where it changed."""
+        positions, old = self._scratch[width].undo_columns(sum(map(len, batch)))
         at = 0
-        for changed in wave:
+        for changed in batch:
             here = slice(at, at + len(changed))
             yield UndoRecord(width, changed.first, positions[here], old[here])
             at = here.stop

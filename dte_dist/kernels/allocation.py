@@ -21,7 +21,7 @@ def empty(count: int, dtype: torch.dtype, device: torch.device | str = "cpu") ->
     """Return room for `count` elements, in one dimension.
 
     Much of it on the CPU comes from numpy, which asks Linux for huge pages, as torch does not: else the first
-        write to each page of 4 KiB costs several times what is written.
+    write to each page of 4 KiB costs several times what is written.
 
     Example:
         >>> empty(3, torch.int32).shape

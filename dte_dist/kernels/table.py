@@ -1,7 +1,7 @@
 """Where tensors lie, as columns of numbers: what the numba loops know of them.
 
 Thousands of tensors are one table, and a call of a loop costs microseconds whatever it touches: it gets one
-    address, that of the addresses of the columns.
+address, that of the addresses of the columns.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """From tensors to entries: what a local tensor is part of, and whether it can be synchronised at all.
 
 Three things may say where a tensor lies: its own DTensor spec, a `ShardSpec`, or a `Region` that the user
-    stated; a plain tensor without either is whole. The derived shape is compared with that of the local
-    tensor, so that a placement that does not describe its tensor is refused instead of sending the wrong
-    elements.
+stated; a plain tensor without either is whole. The derived shape is compared with that of the local tensor,
+so that a placement that does not describe its tensor is refused instead of sending the wrong elements.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Walking a module: which tensors it has, by canonical name, and whether it is still the same module.
 
 A parameter is found through the dict of the submodule that owns it: such a dict refers to no module, so it
-    keeps none alive, and one list comprehension over them reads 20,000 parameters in about a millisecond.
-    Submodules themselves are only held weakly, because the hooks of FSDP2 lead from a submodule back to the
-    root.
+keeps none alive, and one list comprehension over them reads 20,000 parameters in about a millisecond.
+Submodules themselves are only held weakly, because the hooks of FSDP2 lead from a submodule back to the root.
 
 `fully_shard` swaps what is registered there: only after `reshard` is it the sharded parameter that training
-    updates. A tensor that is registered in between is a copy, and writing to it would be lost. What the older
-    FullyShardedDataParallel (FSDP1) registers is not looked at: its units say what they hold
-    (`layout.flattened`).
+updates. A tensor that is registered in between is a copy, and writing to it would be lost. What the older
+FullyShardedDataParallel (FSDP1) registers is not looked at: its units say what they hold
+(`layout.flattened`).
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
 
-__all__ = ["SEGMENT", "Chunk", "ChunkPlan", "FrameSlot", "pack_buckets", "segments_of"]
+__all__ = ["SEGMENT", "Chunk", "ChunkPlan", "Parcel", "pack_buckets", "segments_of"]
 
 SEGMENT: Final = 1 << 20
-"""Most elements of a segment: the unit of detection and of codec choice."""
+"""Elements of the segments that a chunk is cut into. Where little changed, up to 8 of them are compared at
+once (`detect.snapshot`), and more are encoded as one (`sync.frame_builder`)."""
 
 _MOST_CHUNKS: Final = 1 << 14
 
@@ -33,7 +34,10 @@ def segments_of(first: int, length: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements [first, first + length) of a source's flat space of one width: what becomes one frame."""
+    """Elements [first, first + length) of a lane's space of one width: what becomes one frame.
+
+    On the broadcast route a source has one lane, whose space is its own; on p2p one per receiver.
+    """
 
     number: int
     width: int
@@ -46,7 +50,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class FrameSlot:
+class Parcel:
     """One frame on its way: which chunk of which source, and its place in the bucket.
 
     Attributes:
@@ -62,29 +66,29 @@ class FrameSlot:
 
 
 class ChunkPlan:
-    """The chunks of every source of one channel.
+    """The chunks of every lane: on the broadcast route of every source, on p2p of every lane of one source.
 
     Args:
-        totals: for each source (group rank), elements in its flat space of each width.
-        bucket_bytes: dense bytes of a chunk; more where a source would have more than 2^14 chunks of one
+        totals: for each lane, by number (that of a source is its group rank), elements in its space of each
             width.
+        bucket_bytes: dense bytes of a chunk; more where a lane would have more than 2^14 chunks of one width.
 
     Attributes:
-        room: most chunks of any source.
+        most_chunks: of any lane.
 
     Example:
         >>> schedule = ChunkPlan({0: {2: 1000}, 1: {2: 700}}, bucket_bytes=512)
-        >>> schedule.room, [chunk.length for chunk in schedule.chunks(1)]
+        >>> schedule.most_chunks, [chunk.length for chunk in schedule.chunks(1)]
         (4, [256, 256, 188])
     """
 
     def __init__(self, totals: Mapping[int, Mapping[int, int]], bucket_bytes: int) -> None:
-        self._chunks = {source: tuple(_cut(widths, bucket_bytes)) for source, widths in totals.items()}
-        self.room = max(map(len, self._chunks.values()), default=0)
+        self._chunks = {lane: tuple(_cut(widths, bucket_bytes)) for lane, widths in totals.items()}
+        self.most_chunks = max(map(len, self._chunks.values()), default=0)
 
-    def chunks(self, source: int) -> tuple[Chunk, ...]:
-        """Return the chunks of a source, in order of width and position."""
-        return self._chunks[source]
+    def chunks(self, lane: int) -> tuple[Chunk, ...]:
+        """Return the chunks of a lane, in order of width and position."""
+        return self._chunks[lane]
 
 
 def _cut(totals: Mapping[int, int], bucket_bytes: int) -> Iterator[Chunk]:
@@ -99,7 +103,7 @@ def _cut(totals: Mapping[int, int], bucket_bytes: int) -> Iterator[Chunk]:
             number += 1
 
 
-def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[list[FrameSlot]]:
+def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[list[Parcel]]:
     """Pack the frames of a sync into buckets: whole frames, in order of chunk and source, up to
     `bucket_bytes`.
 
@@ -112,7 +116,7 @@ def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[
         >>> [[(p.source, p.end) for p in bucket] for bucket in pack_buckets({0: [8, 0], 1: [16, 64]}, 64)]
         [[(0, 8), (1, 24)], [(1, 64)]]
     """
-    buckets: list[list[FrameSlot]] = []
+    buckets: list[list[Parcel]] = []
     filled = 0
     for chunk, column in enumerate(zip_longest(*sizes.values(), fillvalue=0)):
         for source, size in zip(sizes, column, strict=True):
@@ -121,6 +125,6 @@ def pack_buckets(sizes: Mapping[int, Sequence[int]], bucket_bytes: int) -> list[
             if not buckets or filled + size > bucket_bytes:
                 buckets.append([])
                 filled = 0
-            buckets[-1].append(FrameSlot(source, chunk, filled, filled + size))
+            buckets[-1].append(Parcel(source, chunk, filled, filled + size))
             filled += size
     return buckets

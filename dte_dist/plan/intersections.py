@@ -2,10 +2,9 @@
 
 On the p2p route a source sends each receiver only what that receiver holds. The elements of that overlap,
 laid end to end, are the pair space; positions on the wire count in it, so that indices are as dense as the
-overlap and whole parts need none. Both ends know it
-from the layouts: the source translates from its own space into the pair space, the receiver from there into
-    its own. Both translations are ordinary `IndexMap`s, since a pair space is a `FlatSpace` whose pieces are
-    intersections of blocks.
+overlap and whole parts need none. Both ends know it from the layouts: the source translates from its own
+space into the pair space, the receiver from there into its own. Both translations are ordinary `IndexMap`s,
+since a pair space is a `FlatSpace` whose pieces are intersections of blocks.
 
 Receivers that hold the same blocks share a "lane": what a source sends to one it sends to all of them.
 """

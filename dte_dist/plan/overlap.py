@@ -2,10 +2,10 @@
 
 A block is the product of one run list per dimension, so the overlap of two blocks is the product of the
 overlaps of their run lists. Per dimension it is a short table of segments (coordinate in A, length,
-coordinate in B). Neighbouring dimensions are merged where the inner
-one is whole in both blocks or the outer one is a single row, so that what remains is usually one dimension:
-    then positions in A and in B differ by a constant on each segment. Otherwise a position is taken apart
-    into coordinates (mixed radix), each is looked up in its table, and they are put together again.
+coordinate in B). Neighbouring dimensions are merged where the inner one is whole in both blocks or the outer
+one is a single row, so that what remains is usually one dimension: then positions in A and in B differ by a
+constant on each segment. Otherwise a position is taken apart into coordinates (mixed radix), each is looked
+up in its table, and they are put together again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every rank computes the whole plan alone, from the manifests and coordinates of all ranks. The channel itself
 does not copy by ops: it translates positions of flat spaces (see `plan.index_map`), which follow from the
-    same `ModelMap`. The plan says the same in a form that can be looked at, checked, costed and carried out
-    by other means.
+same `ModelMap`. The plan says the same in a form that can be looked at, checked, costed and carried out by
+other means.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ class DeltaWork(dist.Work):
     """A sync on its way, like the `Work` of c10d.
 
     When the call that returned it has returned, the bits to send are safe: the optimizer may step. On
-        receivers, the weights change at some moment before `wait` returns; then they may be used on any
-        stream.
+    receivers, the weights change at some moment before `wait` returns; then they may be used on any stream.
 
     Args:
         run: the sync, which `start` begins.

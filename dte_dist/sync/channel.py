@@ -24,8 +24,9 @@ from dte_dist.liveness.watch import Watch
 from dte_dist.options import SyncOptions, selector_of
 from dte_dist.plan.transfer_plan import ROUTES
 from dte_dist.report import Phases, SyncReport, VerifyReport
-from dte_dist.sync.control import ASKED, REASONS, VERIFY, ControlRow
-from dte_dist.sync.protocol import ChannelState, PreparedSync, Sync
+from dte_dist.sync.channel_state import ChannelState
+from dte_dist.sync.control import ASKED, NO_REASON, REASONS, VERIFY, ControlRow
+from dte_dist.sync.protocol import PreparedSync, Sync
 from dte_dist.sync.routes import Chosen
 from dte_dist.sync.version import NONE
 from dte_dist.transport.all_or_none import AgreedError, capture_error, end_together, forget_frames
@@ -127,7 +128,8 @@ class Channel:
     def prepare(
         self, options: SyncOptions, begin: float, *, check: Callable[[], None], background: bool = False
     ) -> PreparedSync:
-        """Look at the live tensors. Raises nothing: errors are told to all ranks later.
+        """Phase 1: choose the route; a source finds, takes over and encodes what changed, a receiver finds
+        its live tensors. Raises nothing: errors are told to all ranks in phase 2.
 
         Args:
             options: of the call.
@@ -140,7 +142,8 @@ class Channel:
         self.watch.call()
         source = self.parts.source
         receiver = self.parts.receiver
-        reason, error = 0, None
+        reason = NO_REASON
+        error = None
         chosen: Chosen = "broadcast", ""
         try:
             if source is not None:
@@ -153,11 +156,16 @@ class Channel:
                 version = options["version"] or source.state.version + 1
                 selector = selector_of(options, self.parts.speed.bytes_per_second)
                 source.prepare(
-                    version, bool(reason), phases, options["detector"], route.lanes, selector=selector
+                    version,
+                    reason != NO_REASON,
+                    phases,
+                    options["detector"],
+                    route.lanes,
+                    selector=selector,
                 )
             if receiver is not None:
                 receiver.begin(route.index_maps)
-        except Exception as caught:  # told to all ranks in the control round
+        except Exception as caught:  # told to all ranks in phase 2
             error = caught
         row = self._row(error, options["version"], reason, options["mode"] == "full")
         return PreparedSync(
@@ -176,7 +184,7 @@ class Channel:
         error = None
         if self.parts.source is not None:
             error = capture_error(self.parts.source.rollback)
-        row = replace(self._row(error, None, 0, asked=False), call=VERIFY)
+        row = replace(self._row(error, None, NO_REASON, asked=False), call=VERIFY)
         meeting = Sync(self.parts, PreparedSync(row, error, Phases(), time.perf_counter(), ("broadcast", "")))
         report = self._meet(meeting, meeting.verify)
         _log.info("%s", report)
@@ -247,9 +255,9 @@ class Channel:
             self._break(error or RuntimeError("an earlier call was interrupted"))
 
     def _full_reason(self, mode: str) -> int:
-        """Return why this source prepares a full sync, as a number of `REASONS`; 0 for a delta."""
+        """Return why this source prepares a full sync, as a number of `REASONS`; `NO_REASON` for a delta."""
         if self.parts.source is None:
-            return 0
+            return NO_REASON
         state = self.parts.source.state
         anchor = self.options["anchor_interval"]
         if state.version == NONE:
@@ -258,7 +266,7 @@ class Channel:
             )
         if mode == "full":
             return REASONS.index("mode")
-        return REASONS.index("anchor") if anchor is not None and state.deltas >= anchor else 0
+        return REASONS.index("anchor") if anchor is not None and state.deltas >= anchor else NO_REASON
 
     def _seed_reason(self, asked: bool) -> int:
         """Return why this receiver is to be seeded, as a number of `SEED_REASONS`; 0 if its version tells all
@@ -280,11 +288,11 @@ class Channel:
             source_lineage=source.state.lineage if source else 0,
             receiver_version=receiver.state.version if receiver else NONE,
             receiver_lineage=receiver.state.lineage if receiver else 0,
-            newest=max(state.state.newest for state in (source, receiver) if state is not None),
+            newest=max(end.state.newest for end in (source, receiver) if end is not None),
             aborted=int(source is not None and source.state.aborted),
             seed_reason=self._seed_reason(asked),
             requested_version=version if error is None and version is not None else NONE,
-            full=int(reason > 0),
+            full=int(reason != NO_REASON),
             reason=reason,
             proposed_lineage=secrets.randbits(62) + 1,
             changed=source.changed if source else 0,

@@ -1,4 +1,4 @@
-"""The control round: one row per rank, from which every rank takes the same decision.
+"""Control rows: one per rank, from which every rank takes the same decision.
 
 A row says who the rank is, what it holds and what it wants. `decide` is a pure function of all rows, so no
 rank has to be told what the others do. A rank that has failed says so in its row, and takes part in the round
@@ -22,6 +22,7 @@ __all__ = [
     "CALLS",
     "DIFFERENT",
     "INVALIDATED",
+    "NO_REASON",
     "OTHER_CHANNEL",
     "REASONS",
     "SEED_REASONS",
@@ -98,6 +99,8 @@ class ControlRow:
 SYNC, VERIFY = range(2)
 CALLS: Final = ("a sync", "dte_dist.verify")
 """Calls that ranks may make on a channel."""
+
+NO_REASON: Final = 0
 
 REASONS: Final = ("", "first sync", "mode", "anchor", "no version since a sync broke off")
 """Why a source prepares a full sync."""

@@ -36,13 +36,13 @@ from dte_dist.sync.version import VersionState
 from dte_dist.sync.versioned_copy import VersionedCopy
 from dte_dist.transport.base import TIMEOUT, Transport, check_timeout
 
-__all__ = ["DeltaEngine", "Staged"]
+__all__ = ["Arrived", "DeltaEngine"]
 
 _IN_FULL = "push a full version: push(..., full=True)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Staged:
+class Arrived:
     """The payloads of a version, arrived and checked, waiting to be applied.
 
     Attributes:
@@ -58,9 +58,8 @@ class DeltaEngine:
     """Keep copies of named tensors bit-identical, over any transport, moving only what changed.
 
     Without a plan one sender has every tensor whole, and so have the receivers. With a plan any number of
-    senders and receivers each have
-    their own parts of the tensors: each calls with what it holds, and positions are translated on the
-        receiver.
+    senders and receivers each have their own parts of the tensors: each calls with what it holds, and
+    positions are translated on the receiver.
 
     Args:
         transport: carries the payloads; it stays the caller's to close.
@@ -183,7 +182,7 @@ class DeltaEngine:
         """
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
         with self._telling():
-            payload = self._side.push(
+            payload = self._side.payload(
                 self.tracker, tensors, version, full=full or anchor or self._mode == "full"
             )
         try:
@@ -231,7 +230,7 @@ class DeltaEngine:
         """
         self.commit_live_apply(self.decode_for_live_apply(version), targets)
 
-    def decode_for_live_apply(self, version: int) -> Staged:
+    def decode_for_live_apply(self, version: int) -> Arrived:
         """Wait for a version and check it, while the targets are in use: nothing is written.
 
         Raises:
@@ -240,7 +239,7 @@ class DeltaEngine:
         Example:
             >>> engine, copy = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), torch.zeros(3)
             >>> engine.push({"w": torch.ones(3)}, version=1)
-            >>> staged = engine.decode_for_live_apply(version=1)
+            >>> arrived = engine.decode_for_live_apply(version=1)
             >>> copy  # still in use
             tensor([0., 0., 0.])
         """
@@ -251,7 +250,7 @@ class DeltaEngine:
         parts = tuple((payload, read_payload(payload)) for payload in payloads)
         for payload in payloads:
             self._check_chain(payload)
-        return Staged(version, parts)
+        return Arrived(version, parts)
 
     def _receive(self, version: int, sender: int, deadline: float) -> Payload:
         left = max(deadline - time.monotonic(), 1e-3)
@@ -270,11 +269,11 @@ class DeltaEngine:
             )
         return payload
 
-    def commit_live_apply(self, staged: Staged, targets: Given) -> None:
+    def commit_live_apply(self, arrived: Arrived, targets: Given) -> None:
         """Write into place what `decode_for_live_apply` returned; all checks come first.
 
         Args:
-            staged: of this engine, not applied yet.
+            arrived: of this engine, not applied yet.
             targets: see `pull`.
 
         Raises:
@@ -283,28 +282,28 @@ class DeltaEngine:
         Example:
             >>> engine, copy = dte_dist.DeltaEngine(dte_dist.LoopbackTransport()), torch.zeros(3)
             >>> engine.push({"w": torch.ones(3)}, version=1)
-            >>> staged = engine.decode_for_live_apply(version=1)
-            >>> engine.commit_live_apply(staged, {"w": copy})
+            >>> arrived = engine.decode_for_live_apply(version=1)
+            >>> engine.commit_live_apply(arrived, {"w": copy})
             >>> copy
             tensor([1., 1., 1.])
         """
-        for payload, _ in staged.parts:
+        for payload, _ in arrived.parts:
             self._check_chain(payload)
         local, incoming = self._side.targets(targets)
-        is_full = all(payload.full for payload, _ in staged.parts)
+        is_full = all(payload.full for payload, _ in arrived.parts)
         if not is_full:
             held: Slots = {} if self._incoming is None else self._incoming.slots
             refuse_difference(held, incoming.slots, what="the targets of the pull before and of this one")
-        for payload, changes in staged.parts:
+        for payload, changes in arrived.parts:
             self._side.check(payload, changes, incoming, local.live.tensors)
         copy = self._copy_of(incoming)
         try:
             copy.begin_with(lambda: local, incoming.index_maps)
             if not is_full:
                 self._refuse_written(copy)
-            for payload, changes in staged.parts:
+            for payload, changes in arrived.parts:
                 stage(copy, incoming, payload.sender, changes)
-            self._write(copy, incoming, staged)
+            self._write(copy, incoming, arrived)
         finally:
             copy.rollback()
 
@@ -314,7 +313,7 @@ class DeltaEngine:
             return self._copy
         return VersionedCopy(incoming.spaces, list(incoming.slots), self._state)
 
-    def _write(self, copy: VersionedCopy, incoming: Incoming, staged: Staged) -> None:
+    def _write(self, copy: VersionedCopy, incoming: Incoming, arrived: Arrived) -> None:
         """Write what is staged into place, and move to its version."""
         # First: whatever these targets are, they hold no version until all is written.
         self._state.version = NONE
@@ -327,8 +326,8 @@ class DeltaEngine:
                 got=f"{type(error).__name__}: {error}",
                 hint=_IN_FULL,
             ) from error
-        self._lineages = {payload.sender: payload.lineage for payload, _ in staged.parts}
-        copy.commit(staged.version, 0, full=all(payload.full for payload, _ in staged.parts))
+        self._lineages = {payload.sender: payload.lineage for payload, _ in arrived.parts}
+        copy.commit(arrived.version, 0, full=all(payload.full for payload, _ in arrived.parts))
 
     def _refuse_written(self, copy: VersionedCopy) -> None:
         """Refuse targets that are not what the last pull left; they hold no version then."""

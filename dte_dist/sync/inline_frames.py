@@ -1,11 +1,9 @@
 """Inline frames: small deltas that travel with the control rows instead of after them.
 
 A sync of a few kilobytes costs nothing but round trips. So a source's control row carries its frames too, in
-a place that every
-rank has agreed on: as large as the largest delta of the last sync, and a half, if all of that sync would have
-    been small. Then a
-sync is three round trips: rows with frames, vote, acknowledgement. Where frames do not fit after all, they
-    travel on their route.
+a place that every rank has agreed on: as large as the largest delta of the last sync, and a half, if all of
+that sync would have been small. Then a sync is three round trips: rows with frames, vote, acknowledgement.
+Where frames do not fit after all, they travel on their route.
 
 All ranks know the sizes of all frames of each sync, so all come to the same room for the next without a word.
 """
@@ -31,7 +29,7 @@ class InlineFrames:
         sources: how many there are.
 
     Attributes:
-        room: bytes that each source's row has; 0 before the first delta.
+        capacity: bytes that each source's row has; 0 before the first delta.
 
     Example:
         >>> inline = InlineFrames(2)

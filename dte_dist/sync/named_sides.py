@@ -97,7 +97,7 @@ class WholeTensors:
         self._incoming: Incoming | None = None
         self._devices: Sequence[torch.device] = ()
 
-    def push(self, tracker: DeltaTracker, given: Given, version: int, *, full: bool) -> Payload:
+    def payload(self, tracker: DeltaTracker, given: Given, version: int, *, full: bool) -> Payload:
         """Return what leads to `version`.
 
         Raises:
@@ -218,7 +218,7 @@ class PlannedTensors:
         self._source: Layout | None = None
         self._target: Layout | None = None
 
-    def push(self, tracker: DeltaTracker, given: Given, version: int, *, full: bool) -> Payload:
+    def payload(self, tracker: DeltaTracker, given: Given, version: int, *, full: bool) -> Payload:
         """Return what leads from this rank's parts to `version`.
 
         Raises:

@@ -39,8 +39,8 @@ from dte_dist.plan.transfer_plan import Plan
 from dte_dist.sync import retained_state as kept
 from dte_dist.sync.agreement import Agreement, Described, agree, compare_plans, describe
 from dte_dist.sync.channel import Channel
+from dte_dist.sync.channel_state import ChannelState
 from dte_dist.sync.inline_frames import InlineFrames
-from dte_dist.sync.protocol import ChannelState
 from dte_dist.sync.receiver import Receiver
 from dte_dist.sync.replica_check import refuse_rivals
 from dte_dist.sync.routes import BroadcastRoute, P2PRoute, Routes

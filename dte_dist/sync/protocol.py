@@ -1,4 +1,4 @@
-"""One sync, from the control round to the acknowledgement, on one rank.
+"""One sync on one rank, from the exchange of control rows to the acknowledgement.
 
 The phases; those with a ring (o) are exchanges that every rank takes part in:
 
@@ -11,7 +11,8 @@ The phases; those with a ring (o) are exchanges that every rank takes part in:
 3. o Delta: frames go from the sources on their route to the receivers that follow, and are staged there.
 4. o Vote: has every rank everything, and is it sound? If not, all raise, and nothing has moved. A receiver
      whose copy somebody wrote to meanwhile says so: it is seeded instead, in phase 6.
-5.   Apply and commit: receivers write what is staged, sources move their snapshot.
+5.   Apply and commit: receivers write what is staged. Sources forget what their snapshot held before: it
+     took the changes over in phase 1.
 6. o Seed, if a receiver has no version (the first sync, a dirty or a new receiver): the snapshot itself,
      straight into place.
 7. o Acknowledge: a receiver that failed while writing is known to all, marked dirty, and is seeded by the
@@ -34,21 +35,15 @@ from torch import Tensor
 
 from dte_dist.errors import ApplyFailed, FrameError
 from dte_dist.report import Phases, SyncReport, VerifyReport
-from dte_dist.sync.agreement import Agreement
+from dte_dist.sync.channel_state import ChannelState
 from dte_dist.sync.control import ControlRow, Decision, check_calls, common_version, decide
-from dte_dist.sync.inline_frames import InlineFrames
-from dte_dist.sync.receiver import Receiver
-from dte_dist.sync.routes import Chosen, Load, Route, Routes, Sizes
+from dte_dist.sync.routes import Chosen, Load, Route, Sizes
 from dte_dist.sync.row_bounds import check_rows
-from dte_dist.sync.source import Source
-from dte_dist.sync.verification import Verifier
 from dte_dist.sync.version import NONE, SyncStep
 from dte_dist.transport.all_or_none import agreed, capture, capture_error, raise_if_any, raise_together
 from dte_dist.transport.buffers import Frame, explain_memory
-from dte_dist.transport.communicator import Communicator
-from dte_dist.transport.link_speed import LinkSpeed
 
-__all__ = ["ROW_SIZES", "ChannelState", "PreparedSync", "Sync"]
+__all__ = ["ROW_SIZES", "PreparedSync", "Sync"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,38 +51,12 @@ ROW_SIZES: Final = 128
 """Sizes of frames that a control row has room for; more take a row of their own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChannelState:
-    """The parts of a channel on this rank.
-
-    Attributes:
-        agreement: what all ranks know.
-        control: the channel's own group for rows.
-        routes: by name, the ways that frames can take.
-        source, receiver: what this rank is; may be both.
-        inline: the room for small deltas in control rows.
-        speed: of the links.
-        verifier: compares digests.
-        verify_interval: after so many versions; None for never.
-    """
-
-    agreement: Agreement
-    control: Communicator
-    routes: Routes
-    source: Source | None
-    receiver: Receiver | None
-    inline: InlineFrames
-    speed: LinkSpeed
-    verifier: Verifier
-    verify_interval: int | None = None
-
-
 @dataclass(slots=True)
 class PreparedSync:
     """A sync after phase 1.
 
     Attributes:
-        row: what this rank says in the control round.
+        row: what this rank says in phase 2.
         error: what went wrong so far, to be told to all.
         phases: seconds so far.
         begin: when the call began, `time.perf_counter`.
@@ -104,14 +73,14 @@ class PreparedSync:
 
 
 class Sync:
-    """Phases 2 to 7 of one sync.
+    """Phases 2 to 8 of one sync.
 
     Args:
         parts: of the channel.
         prepared: what came of phase 1.
 
     Attributes:
-        begun: True once all ranks have met in the control round.
+        begun: True once all ranks have met in phase 2.
     """
 
     def __init__(self, parts: ChannelState, prepared: PreparedSync) -> None:
@@ -153,6 +122,7 @@ class Sync:
         if decision.seeded:
             self._stream_seed(decision)
         self._acknowledge(decision, error)
+        self._commit_seeds(decision)
         return self._report(decision, rows, self._verify_if_due(decision))
 
     def verify(self) -> VerifyReport:
@@ -316,19 +286,28 @@ class Sync:
         return load
 
     def _acknowledge(self, decision: Decision, error: Exception | None) -> None:
-        """Phase 7."""
+        """Phase 7: the last exchange; `error` is that of phase 5."""
+        error = error or self._late_error(decision)
+        error = _as_apply_failed(explain_memory(error, self._load.received[self._parts.control.rank]))
+        speed = self._parts.speed
+        self._parts.control.watch.is_ending = True
+        speed.merge(int(self._raise_if_any(error, int(speed.bytes_per_second or 0)).max()))
+
+    def _late_error(self, decision: Decision) -> Exception | None:
+        """Return what went wrong in phase 6."""
         seeded = self._receiver if self._is_in(decision.seeded) else None
-        error = error or self._memory_error
+        error = self._memory_error
         for part in (self._source, seeded):
             error = error or (part.error if part is not None else None)
         if seeded is not None and error is None:
             error = capture_error(seeded.check_own)
-        speed, self._parts.control.watch.is_ending = self._parts.speed, True
-        error = _as_apply_failed(explain_memory(error, self._load.received[self._parts.control.rank]))
-        speed.merge(int(self._raise_if_any(error, int(speed.bytes_per_second or 0)).max()))
+        return error
+
+    def _commit_seeds(self, decision: Decision) -> None:
+        """Commit what came in phase 6; deltas were committed in phase 5."""
         with self._phases("commit"):
-            if seeded is not None:
-                seeded.commit(decision.version, decision.next_lineage, full=True)
+            if self._receiver is not None and self._is_in(decision.seeded):
+                self._receiver.commit(decision.version, decision.next_lineage, full=True)
             if self._source is not None and decision.is_full:
                 self._source.commit(decision.version, decision.next_lineage, full=True)
 

@@ -1,5 +1,5 @@
-"""A receiver's side of the version chain: frames are checked, translated and staged, then applied all or not
-at all.
+"""A receiver's side of the version chain: frames are checked and staged as they came, in the positions of
+their sender; after the vote all of them are translated and written in one pass, or none is.
 
 1. `begin` finds the live tensors of this sync (`sync.versioned_copy`).
 2. `take` checks a frame to the last bit and stages it (a delta), or writes it straight into place (a seed).
@@ -109,7 +109,7 @@ class Receiver(VersionedCopy):
         self.begin_to_write()
         if not self._is_seeded:
             # Others may have written since `begin`, or moved tensors: all is overwritten where it is now.
-            self.find(self._layout.read, self._tables)
+            self.locate(self._layout.read, self._tables)
             self._is_seeded = True
         target = self._targets[expected.width]
         for segment in segments:

@@ -1,8 +1,8 @@
 """Which channels are open on this rank.
 
 Channels belong to their module: they are found by (module, group), and go when the module goes or `close` is
-    called, or when they are found broken or their group destroyed at the next call. At exit, syncs in the
-    background end first.
+called, or when they are found broken or their group destroyed at the next call. At exit, syncs in the
+background end first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.open import Model, open_channel
 from dte_dist.transport.communicator import Group, group_of
 
-__all__ = ["close", "find", "find_or_open", "invalidate", "is_in_use"]
+__all__ = ["close", "find_channel", "find_or_open", "invalidate", "is_in_use"]
 
 _EXIT_PATIENCE = 20.0
 _PID = os.getpid()
@@ -93,7 +93,7 @@ def _forget_origins(module: Model) -> None:
             del origins[other]
 
 
-def find(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
+def find_channel(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
     """Return the open channel of (module, group), None if there is none; of what is no module there never
     is.
     """

@@ -74,39 +74,38 @@ _copies: weakref.WeakKeyDictionary[Any, dict[bytes, _Copy]] = weakref.WeakKeyDic
 """By module, then by digest of the pieces that are received."""
 
 
-def retain_source(module: Any, ranks: Sequence[int], state: Source, model: ModelMap) -> None:
+def retain_source(module: Any, ranks: Sequence[int], source: Source, model: ModelMap) -> None:
     """Keep what the source of a broken channel over some ranks of the world holds."""
     here = tuple(ranks)
-    mine = _Source(state.state, state.snapshot, _digest(model, state.spaces), _names(model, state), here)
+    mine = _Source(source.state, source.snapshot, _digest(model, source.spaces), _names(model, source), here)
     others = [kept for kept in _sources.get(module, []) if (kept.covers, kept.ranks) != (mine.covers, here)]
     _sources[module] = [*others, mine]
 
 
-def restore_source(module: Any, ranks: Sequence[int], state: Source, model: ModelMap) -> None:
+def restore_source(module: Any, ranks: Sequence[int], source: Source, model: ModelMap) -> None:
     """Give a new source what is kept of an earlier one with the same pieces; it stays kept until
     `release_source`.
 
     That of a group of the same ranks is taken if there is one: each group has receivers of its own. Otherwise
-        it is the last one kept, since survivors of a lost rank form a new group.
+    it is the last one kept, since survivors of a lost rank form a new group.
     """
-    covers = _digest(model, state.spaces)
+    covers = _digest(model, source.spaces)
     found = [kept for kept in _sources.get(module, []) if kept.covers == covers]
     if found:
         kept = max(reversed(found), key=lambda each: each.ranks == tuple(ranks))
-        state.state, state.snapshot = kept.state, kept.snapshot
+        source.state, source.snapshot = kept.state, kept.snapshot
 
 
-def release_source(module: Any, state: Source, model: ModelMap) -> None:
+def release_source(module: Any, source: Source, model: ModelMap) -> None:
     """Keep no longer what the source of an open channel has taken up, or what it stands for now.
 
     Where it could take up nothing, its tensors are cut otherwise than before, since trainers came or went,
-    say. Snapshots
-    of the same tensors are of no use then, and would stay as long as the module: a copy of its shard at every
-        such change.
+    say. Snapshots of the same tensors are of no use then, and would stay as long as the module: a copy of its
+    shard at every such change.
     """
     kept = _sources.get(module, [])
-    names = _names(model, state)
-    others = [each for each in kept if each.state is not state.state]
+    names = _names(model, source)
+    others = [each for each in kept if each.state is not source.state]
     took_nothing = len(others) == len(kept)
     _sources[module] = [each for each in others if not (took_nothing and each.names == names)]
 
@@ -119,13 +118,13 @@ def discard_source(module: Any, ranks: Sequence[int] | None) -> None:
 
 
 def attach_copy(
-    target: Any, state: Receiver, model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home]
+    target: Any, receiver: Receiver, model: ModelMap, spaces: Mapping[int, FlatSpace], homes: Sequence[Home]
 ) -> None:
     """Let a new receiver share the version state of the tensors in `target` of which it holds `spaces`.
 
     Args:
         target: module or layout that receives.
-        state: of the new receiver.
+        receiver: the new one.
         model: as all ranks agree on it.
         spaces: of this rank as a receiver.
         homes: of each entry, where in `target` it is found: names are what ranks agree to call it, over each
@@ -133,8 +132,8 @@ def attach_copy(
     """
     held = frozenset(homes[entry] for space in spaces.values() for entry in space.pieces.entry.tolist())
     copies = _copies.setdefault(target, {})
-    copy = copies.setdefault(_digest(model, spaces, homes), _Copy(state.state, held))
-    state.state = copy.state
+    copy = copies.setdefault(_digest(model, spaces, homes), _Copy(receiver.state, held))
+    receiver.state = copy.state
     rivals = [other for other in copies.values() if other is not copy and other.homes & copy.homes]
     copy.state.overlapping = [other.state for other in rivals]
     for other in rivals:

@@ -72,7 +72,7 @@ class Source(VersionedSnapshot):
         *,
         selector: CodecSelector = FAST,
     ) -> None:
-        """Look at the live tensors, once, for a delta to `version` or a full sync.
+        """Look at the live tensors, once: find, take over and encode a delta to `version`, or take all over.
 
         Args:
             version: to make; of no meaning for a full sync.
@@ -91,11 +91,11 @@ class Source(VersionedSnapshot):
             self._history.reset()
         self._lanes = self.own_lanes if lanes is None else lanes
         if full:
-            self.take_over(local, phases)
+            self.take_over_all(local, phases)
             return
         step = SyncStep(self._schema, self.state.lineage, self.state.version, version)
         self._builder = self._lanes.builder(step, self.open(local.device), selector, self._history)
-        self.find(local, self._builder, phases, detector)
+        self.take_over_changes(local, self._builder, phases, detector)
         with phases("encode"):
             self._frames = self._builder.collect()
         self.codecs = self._builder.codecs
@@ -112,7 +112,7 @@ class Source(VersionedSnapshot):
         its `dense_frame_bytes`.
 
         They do not raise: a frame that could not be made is all zeros, which no receiver accepts, and `error`
-            says why.
+        says why.
         """
         return [partial(self._write_seed, lane, chunk, step) for lane, chunk in self._lanes.chunks]
 
@@ -146,7 +146,7 @@ class Source(VersionedSnapshot):
         again. A receiver that failed after the vote, was closed or is new has no version, or has none of this
         channel's. So the history that the next delta counts on is held by all that follow, unless this source
         prepares in vain in between: then it is dropped (`rollback`), and so it is by whatever moves the
-            snapshot in another way.
+        snapshot in another way.
         """
         self.settle()
         self._drop()
@@ -161,7 +161,7 @@ class Source(VersionedSnapshot):
         that cannot be done.
 
         The next delta counts on no history then: if that was what went wrong, trying again must not go wrong
-            again.
+        again.
         """
         if self._builder is not None:
             self._history.reset()

@@ -1,16 +1,14 @@
 """Changes that have arrived and been checked, waiting for the vote; and the tensors they will be written to.
 
 Staging costs memory in proportion to the changes, never to the model: what is staged are the segments as they
-    were read, most of them views of the frame that they came in. Nothing live is touched before `apply`,
-    which translates and writes in one pass,
-in place: addresses stay, version counters of autograd move.
+were read, most of them views of the frame that they came in. Nothing live is touched before `apply`, which
+translates and writes in one pass, in place: addresses stay, version counters of autograd move.
 
-Changes that came as distances are added to the live bits when they are written: what is written then
-lies in the cache because it was read, while reading it before would cost as much again. Whole segments are
-turned into bits at once, for there reading is cheap; and so is what may come to one element twice, since bits
-may be written twice but distances not
-added twice: a tensor that the sources tie and the receiver does not, and tensors of the receiver that are the
-    same memory.
+Changes that came as distances are added to the live bits when they are written: what is written then lies in
+the cache because it was read, while reading it before would cost as much again. Whole segments are turned
+into bits at once, for there reading is cheap; and so is what may come to one element twice, since bits may be
+written twice but distances not added twice: a tensor that the sources tie and the receiver does not, and
+tensors of the receiver that are the same memory.
 """
 
 from __future__ import annotations

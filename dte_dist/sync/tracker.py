@@ -189,7 +189,7 @@ class DeltaTracker:
         elif source is None or space is not self._space:
             source, self._space = _source(space, self._state), space
             self._source = source
-        source.take_over(local, Phases())
+        source.take_over_all(local, Phases())
         known = source.held()
         found = dict[str, Tensor]()
         for held in space.widths.values():
@@ -208,7 +208,7 @@ class DeltaTracker:
             raise RuntimeError("a delta has nothing to start from")
         refuse_difference(self._space.slots, space.slots, what="the tensors pushed before and now")
         builder = NamedTensorBuilder(self._space, self._source.open(local.device), self._ratio)
-        self._source.find(local, builder, Phases())
+        self._source.take_over_changes(local, builder, Phases())
         return builder.collect()
 
     def commit(self) -> None:

@@ -67,7 +67,7 @@ class VersionedCopy:
             index_maps: from the spaces that what is staged counts in.
         """
         self._staged.clear()
-        begun = self.find(read, index_maps)
+        begun = self.locate(read, index_maps)
         held = self.state.fingerprint
         if self.state.version != NONE and (held is None or not held.same(begun)):
             self.state.invalidate(WRITTEN)
@@ -82,7 +82,7 @@ class VersionedCopy:
             return []
         return [self._names[index] for index in held.differences(begun)]
 
-    def find(self, read: Callable[[], LiveTensors], index_maps: IndexMaps) -> Fingerprint:
+    def locate(self, read: Callable[[], LiveTensors], index_maps: IndexMaps) -> Fingerprint:
         """Find the live tensors, to which nothing has been written yet; return their fingerprint."""
         local = self._local = read()
         live = local.live

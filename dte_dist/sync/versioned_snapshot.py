@@ -1,8 +1,8 @@
 """The snapshot of a source with its place in the chain of versions, whatever carries the changes.
 
-1. `find` looks at the live tensors, once: each change is taken over into the snapshot and given to a
-   `ChangeSink`, which encodes it. `take_over` takes over all live bits instead; then only a full version may
-   follow. After that the live tensors may change; nothing below looks at them again.
+1. `take_over_changes` looks at the live tensors, once: each change is taken over into the snapshot and given
+   to a `ChangeSink`, which encodes it. `take_over_all` takes over all live bits instead; then only a full
+   version may follow. After that the live tensors may change; nothing below looks at them again.
 2. `commit` settles what the snapshot took over: receivers hold it, at this version.
 3. `rollback` puts back what the snapshot held before; the changes found next are a superset.
 
@@ -75,7 +75,7 @@ class VersionedSnapshot:
             self.snapshot.move(device)
         return self.snapshot
 
-    def find(
+    def take_over_changes(
         self, local: LiveTensors, sink: ChangeSink, phases: Phases, detector: Detector | None = None
     ) -> None:
         """Take over all changes and give them to a sink, batch by batch."""
@@ -83,7 +83,7 @@ class VersionedSnapshot:
         live = self.live_spaces(local)
         for width in self.spaces:
             ranges = [(chunk.first, chunk.length) for chunk in self._chunks if chunk.width == width]
-            batches = snapshot.diff_and_update(live[width], width, ranges, detector)
+            batches = snapshot.changes(live[width], width, ranges, detector)
             while True:
                 with phases("detect"):
                     batch = next(batches, None)
@@ -94,7 +94,7 @@ class VersionedSnapshot:
                         sink.add(width, changed)
                 self.changed += sum(len(changed.new) for changed in batch)
 
-    def take_over(self, local: LiveTensors, phases: Phases) -> None:
+    def take_over_all(self, local: LiveTensors, phases: Phases) -> None:
         """Take over all live bits; from here on the snapshot is ahead of the receivers."""
         snapshot = self.open(local.device)
         live = self.live_spaces(local)

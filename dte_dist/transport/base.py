@@ -28,9 +28,9 @@ class Transport(ABC):
     """Carries payloads; subclass it to send them over anything.
 
     `send` returns once the payload is safe: the sender then builds the next delta on it. It raises whatever
-        went wrong otherwise, and may be called again with the same version. A transport that keeps payloads
-        (a store, a disk, memory) gives them to receivers that come later; one that does not (a process group)
-        needs sender and receivers to meet, and says so.
+    went wrong otherwise, and may be called again with the same version. A transport that keeps payloads (a
+    store, a disk, memory) gives them to receivers that come later; one that does not (a process group) needs
+    sender and receivers to meet, and says so.
 
     A transport of bytes carries `dte_dist.payload_to_frames(payload)`, and gives out
     `dte_dist.payload_from_frames`: what is damaged on the way is a `FrameError`.

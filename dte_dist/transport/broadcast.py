@@ -26,7 +26,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dte_dist.plan.chunks import FrameSlot, pack_buckets
+from dte_dist.plan.chunks import Parcel, pack_buckets
 from dte_dist.report import Phases
 from dte_dist.transport.buffers import Buffers, Frame, lies_on, write
 from dte_dist.transport.communicator import Communicator, Pending
@@ -65,7 +65,7 @@ class _Run:
         phases: where the time goes.
     """
 
-    buckets: Sequence[Sequence[FrameSlot]]
+    buckets: Sequence[Sequence[Parcel]]
     frames: Sequence[Frame]
     line: Sequence[int]
     piece: int
@@ -73,7 +73,7 @@ class _Run:
     keep: bool
     phases: Phases
 
-    def bucket(self, number: int) -> Sequence[FrameSlot]:
+    def bucket(self, number: int) -> Sequence[Parcel]:
         """Return a bucket; nothing behind the last one."""
         return self.buckets[number] if number < len(self.buckets) else ()
 
@@ -140,7 +140,7 @@ class BucketedBroadcast:
         phases: Phases,
         *,
         keep: bool = False,
-    ) -> Iterator[tuple[FrameSlot, Tensor]]:
+    ) -> Iterator[tuple[Parcel, Tensor]]:
         """Move the frames of one sync, and yield each on a target; all sources, the root and all targets must
         call, and go through it to the end.
 
@@ -167,7 +167,7 @@ class BucketedBroadcast:
         """Why frames could not be kept."""
         return self._incoming.error
 
-    def _run_root(self, run: _Run) -> Iterator[tuple[FrameSlot, Tensor]]:
+    def _run_root(self, run: _Run) -> Iterator[tuple[Parcel, Tensor]]:
         ahead: _Bucket = self._collect(0, run)
         before: list[Pending] = []
         for number, bucket in enumerate(run.buckets):
@@ -204,7 +204,7 @@ class BucketedBroadcast:
                 pending.append(self._gather.receive(place, parcel.source))
         return buffer, pending
 
-    def _run_receiver(self, run: _Run) -> Iterator[tuple[FrameSlot, Tensor]]:
+    def _run_receiver(self, run: _Run) -> Iterator[tuple[Parcel, Tensor]]:
         """Send our frames of each bucket, a bucket ahead; receive the bucket, while the next one arrives, if
         we are a target.
         """
@@ -244,9 +244,7 @@ class BucketedBroadcast:
             sending.append(wire.send(frame, self._root))
         return sending
 
-    def _unpack(
-        self, bucket: Sequence[FrameSlot], buffer: Tensor, run: _Run
-    ) -> Iterator[tuple[FrameSlot, Tensor]]:
+    def _unpack(self, bucket: Sequence[Parcel], buffer: Tensor, run: _Run) -> Iterator[tuple[Parcel, Tensor]]:
         if run.is_target and self._incoming.error is None:
             for parcel in bucket:
                 yield parcel, buffer[parcel.begin : parcel.end]
@@ -305,5 +303,5 @@ class BucketedBroadcast:
             pending.wait()
 
 
-def _size_of(parcels: Sequence[FrameSlot]) -> int:
+def _size_of(parcels: Sequence[Parcel]) -> int:
     return sum(parcel.end - parcel.begin for parcel in parcels)

@@ -1,9 +1,8 @@
 """Frames on their way, the buffers they travel in, and a rank that has no memory for them.
 
-A receiver stages views of the frames of a delta, so these come in memory of their own. The frames of
-a seed are written into
-place as they come: two buffers serve for all of them, one of which fills or travels while the other is worked
-    on.
+A receiver stages views of the frames of a delta, so these come in memory of their own. The frames of a seed
+are written into place as they come: two buffers serve for all of them, one of which fills or travels while
+the other is worked on.
 
 Memory may be short on one rank while the others go on, and what is on the wire has to be received all the
 same, or the ranks are out of step for good. So the pair of buffers is reserved when a route is first used,

@@ -268,7 +268,7 @@ class Communicator:
         """Send this rank's part to all other members, and receive theirs; gloo only.
 
         Straight from each to each: one round trip, where gloo's allgather passes rows around in a ring. And
-            it is known who does not answer.
+        it is known who does not answer.
 
         Args:
             parts: by rank, this one's filled; each of one size on all ranks, those of different ranks may

@@ -2,10 +2,10 @@
 
 `codec="auto"` weighs bytes against the time that codecs take. The first sync of a channel seeds every
 receiver, so before the first delta each source has moved its part of the model, and knows how long it took.
-No probe is sent. A transfer is slower than its link where
-a rank was late, or waited for others that move more: the fastest one counts, of all ranks, which tell each
-    other when they acknowledge. It is never much faster if it is large; of a small one, the buffers of
-    sockets take so much that it seems to be there at once, so small ones do not count.
+No probe is sent. A transfer is slower than its link where a rank was late, or waited for others that move
+more: the fastest one counts, of all ranks, which tell each other when they acknowledge. It is never much
+faster if it is large; of a small one, the buffers of sockets take so much that it seems to be there at once,
+so small ones do not count.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ For one sync, whose frame sizes every rank knows:
 3. A rank that is source and receiver hands itself its frames; they never touch the network.
 
 Nothing can block in a circle: the rank that is furthest behind waits only for what its partners have started
-    already.
+already.
 """
 
 from __future__ import annotations

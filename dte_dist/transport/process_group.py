@@ -63,8 +63,8 @@ class ProcessGroupTransport(Transport):
       neither sends to another rank nor receives from one, may close its transport or end once it was made.
 
     Tensors may be on any device: they travel over NCCL if the group has it and every rank has a GPU, else
-        over gloo, and arrive on the device on which they travelled; the engine writes them to any. One thread
-        per rank may use it.
+    over gloo, and arrive on the device on which they travelled; the engine writes them to any. One thread per
+    rank may use it.
 
     Args:
         group: process group, or a mesh of one dimension; None for the world.

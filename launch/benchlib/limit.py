@@ -1,9 +1,9 @@
 """The fewest bytes that an update can take, if nothing is known about it but counts: an entropy.
 
 Positions: within each segment of 2^20 elements any element is as likely to have changed as any other, so k
-    changes of n elements take n * H(k / n) bits, with H the binary entropy. Values: the signed distance
-    between old and new bits, counted in steps between neighbouring floats, takes the entropy of its histogram
-    over the whole update. Both sides know the old bits.
+changes of n elements take n * H(k / n) bits, with H the binary entropy. Values: the signed distance between
+old and new bits, counted in steps between neighbouring floats, takes the entropy of its histogram over the
+whole update. Both sides know the old bits.
 """
 
 from __future__ import annotations

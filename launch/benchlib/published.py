@@ -11,8 +11,8 @@ on gloo.
    NaN.
 
 What favours it: parameters without changes are left out, tables of numbers take the place of pickled
-    descriptions, and the last step is a `where`, which on CPUs takes a third of the time of the original's
-    assignment through a mask.
+descriptions, and the last step is a `where`, which on CPUs takes a third of the time of the original's
+assignment through a mask.
 """
 
 from __future__ import annotations

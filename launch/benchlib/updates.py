@@ -47,10 +47,9 @@ class Generated(Updates):
     all elements move, those that would not by one step.
 
     Two such updates A and B of the same weights take turns, forth and back: w, w + A, w + A + B, w + B, w.
-        Where both change an element their distances (in steps between neighbouring floats) add up. So any
-        number of updates costs four states. Each has masters
-    of its own: at 1 % about a fifth of its positions were in the one before (weights so small that any step
-        moves them), as in real steps.
+    Where both change an element their distances (in steps between neighbouring floats) add up. So any number
+    of updates costs four states. Each has masters of its own: at 1 % about a fifth of its positions were in
+    the one before (weights so small that any step moves them), as in real steps.
 
     Args:
         world: its live weights are written.

@@ -2,9 +2,8 @@
 new group.
 
 Ranks 0 and 1 are the sources, each with its rows of every tensor; 2 and 3 are receivers. State outlives a
-program in `STATE`.
-A victim blocks in the middle of a sync and touches a file, and only then the parent kills it: nothing depends
-    on luck or sleep.
+program in `STATE`. A victim blocks in the middle of a sync and touches a file, and only then the parent kills
+it: nothing depends on luck or sleep.
 """
 
 from __future__ import annotations

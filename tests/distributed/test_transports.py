@@ -1,8 +1,8 @@
 """One suite of scenarios for every transport, and every topology of `DeltaEngine`.
 
 A scenario is written once, as if every rank ran it: `push` is done by those senders that this process plays,
-    `pull` by its receivers. Over `LoopbackTransport` one process plays them all, over `ProcessGroupTransport`
-    each real rank (gloo) plays itself.
+`pull` by its receivers. Over `LoopbackTransport` one process plays them all, over `ProcessGroupTransport`
+each real rank (gloo) plays itself.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def told(call: Callable[[], Any]) -> tuple[str, str, bool]:
 
 PLACES = {
     "a source looks": (0, "sync/source.py:prepare"),
-    "a source takes over": (0, "detect/snapshot.py:diff_and_update"),
+    "a source takes over": (0, "detect/snapshot.py:changes"),
     "a source notes": (0, "detect/snapshot.py:_record"),
     "a source encodes": (1, "sync/frame_builder.py:add"),
     "a source has prepared": (0, "sync/channel.py:_row"),

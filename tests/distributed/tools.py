@@ -16,7 +16,7 @@ import dte_dist
 from dte_dist import Layout
 from dte_dist.sync import registry
 from dte_dist.sync.channel import Channel
-from dte_dist.sync.protocol import ChannelState
+from dte_dist.sync.channel_state import ChannelState
 
 TIMEOUT = 15.0
 """Seconds that a call may wait for another rank: long for a busy machine, short of the launcher's own limit.

@@ -6,7 +6,7 @@ delta and two buckets):
 
 * source, seed: the snapshot, the frame of one bucket, and for its checksum a few arrays of the size of that
   frame: 6 buckets in all.
-* source, delta: the snapshot; room for the changes of a wave and of a range, which stays (10 * 2^20 times 8
+* source, delta: the snapshot; room for the changes of a batch and of a range, which stays (10 * 2^20 times 8
   bytes); what was there before, 6 bytes a change; the encoded delta; and what finding in a range of 2^23
   elements and encoding takes: 64 MiB are far more than the bool for each element and the arrays of 8 bytes
   for each change that exist at once.

@@ -197,8 +197,8 @@ def test_a_snapshot_finds_the_same_changes(width: int, seed: int) -> None:
             known.bits[width].clone(),
             list[tuple[int, int, list[int] | None, list[int], list[int]]](),
         )
-        for wave in known.diff_and_update(live, width, [(0, total)]):
-            for change in wave:
+        for batch in known.changes(live, width, [(0, total)]):
+            for change in batch:
                 positions = None if change.positions is None else change.positions.tolist()
                 changes.append(
                     (change.first, change.length, positions, change.old.tolist(), change.new.tolist())
@@ -229,9 +229,7 @@ def test_masters_are_cast_on_the_device_before_they_are_compared(wire: torch.dty
     masters[0][7, 3] *= 1 + 2**-20
     masters[1][5] += 64
     masters[2].neg_()
-    changes = [
-        change for wave in known.diff_and_update(live, width, [(0, 33000), (33000, 71)]) for change in wave
-    ]
+    changes = [change for batch in known.changes(live, width, [(0, 33000), (33000, 71)]) for change in batch]
     assert [
         (change.first, change.positions.tolist()) for change in changes if change.positions is not None
     ] == [(33000, [5, 70])]

@@ -102,6 +102,27 @@ def test_the_way_of_one_changed_element_names_functions_that_exist() -> None:
     assert [(file, name) for file, name in stations() if name not in functions(ROOT / file)] == []
 
 
+def docstrings(path: Path) -> Iterator[str]:
+    """Yield the docstrings of a file, without their indentation."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield text
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_paragraphs_of_docstrings_are_not_indented_in_the_middle(path: Path) -> None:
+    """A paragraph may be, a list may hang; a sentence may not jump to the right halfway."""
+    plain = r"(?!\d+\.|[-*] |[ >]|[^\n]*:\n)"
+    odd = [
+        paragraph
+        for text in docstrings(path)
+        for paragraph in text.split("\n\n")
+        if re.match(plain, paragraph) and re.search(r"[^:]\n +(?!\d+\.|[-*] )\w", paragraph)
+    ]
+    assert odd == []
+
+
 def words() -> list[str]:
     """Return the words of docs/glossary.md, as they stand there."""
     lines = (DOCS / "glossary.md").read_text().splitlines()

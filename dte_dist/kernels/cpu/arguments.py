@@ -106,7 +106,7 @@ def readable(flat: Flat, begin: int, end: int) -> tuple[Table, Tensor | None]:
     kept alive.
 
     These are tensors that torch must cast first, and strided ones: torch copies them faster than a loop could
-        look at them.
+    look at them.
     """
     table = flat.table
     if flat.dtypes is None and not len(table.shapes):

@@ -102,9 +102,9 @@ def _measure(index_map, entry, parts):
     """Write down the axes of an entry for `_in_rectangle`. Return False if they are not of its kind.
 
     Its kind: the receiver holds one run along each, and all positions are below 2^32. Five uint64 for each,
-        innermost first: 2^64 / extent rounded up, or 0 for the outermost; extent; first coordinate held, and
-        how many; elements per step in the receiver's block. Before them, the position in the receiver of
-        coordinates that are all 0, which may be below 0.
+    innermost first: 2^64 / extent rounded up, or 0 for the outermost; extent; first coordinate held, and how
+    many; elements per step in the receiver's block. Before them, the position in the receiver of coordinates
+    that are all 0, which may be below 0.
     """
     extent, stride, segment = (
         table_column(index_map, EXTENT),

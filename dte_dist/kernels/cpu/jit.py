@@ -1,8 +1,8 @@
 """How the numba loops are compiled, cached on disk, and made ready before they are needed.
 
 Processes of one user on one machine that share a cache share the work: each takes a job that nobody else is
-    at, and what others have compiled it loads from numba's cache on disk. So the ranks of one machine do on
-    several cores what one alone would do on one.
+at, and what others have compiled it loads from numba's cache on disk. So the ranks of one machine do on
+several cores what one alone would do on one.
 
 numba looks only at the file of a function that it has cached, but the compiled code holds that of all
 functions it calls, which are in other files too. After an update that left its own file alone it would go on

@@ -100,7 +100,7 @@ def _copy_strided(sample, width, table, index, place, count, buffer, inward):
     it.
 
     Where rows lie side by side, as in a transposed matrix, several are copied at once: else each element
-        would cost a line of the cache.
+    would cost a line of the cache.
     """
     shape = _shape(table, index)
     size, step, outer = shape[2 * shape[0] - 1], shape[2 * shape[0]], 2 * shape[0] - 3

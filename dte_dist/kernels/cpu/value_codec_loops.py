@@ -234,9 +234,8 @@ def scatter_values(sample, width, table, positions, values, count, relative, tou
     tensors.
 
     If `out` is not 0, what comes of it is written there and not into the tensors. Positions come in any
-    order.
-    Return how many positions were seen to: if one is out of range fewer than `count`, a multiple of SOME that
-        ends before it.
+    order. Return how many positions were seen to: if one is out of range fewer than `count`, a multiple of
+    SOME that ends before it.
     """
     position, value, mark = pointer(positions, _I64), pointer(values, sample), pointer(touched, _U8)
     starts, addresses, kinds = (

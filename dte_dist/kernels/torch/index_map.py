@@ -4,7 +4,7 @@
 (three times if relative, and once more if positions do not ascend), `digest` and `gather_dense_flat` twice.
 
 Entries differ in their number of axes: the axes are gone through from the innermost outwards, and an entry
-    that has none left sits out. The tables of an index map are copied to a device once.
+that has none left sits out. The tables of an index map are copied to a device once.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def written(before: Tensor, after: Tensor, codec: str) -> tuple[int, dict[str, i
     known.bits[2].copy_(before)
     builder = Lanes(0, [Lane(None, chunks)]).builder(SyncStep(1, 2, 3, 4), known, CodecSelector(codec))
     live = FlatTensors([after], 2).read_as([torch.int16])
-    for wave in known.diff_and_update(live, 2, [(chunk.first, chunk.length) for chunk in chunks]):
-        for changed in wave:
+    for batch in known.changes(live, 2, [(chunk.first, chunk.length) for chunk in chunks]):
+        for changed in batch:
             builder.add(2, changed)
     return sum(map(len, builder.collect())), dict(builder.codecs)
 

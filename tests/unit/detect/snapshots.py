@@ -89,9 +89,7 @@ class Model:
     def advance(
         self, width: int, spans: Spans | None = None, detector: Detector | None = None
     ) -> Iterator[list[Changed]]:
-        return self.snapshot.diff_and_update(
-            self.live(width), width, spans or [(0, self.totals[width])], detector
-        )
+        return self.snapshot.changes(self.live(width), width, spans or [(0, self.totals[width])], detector)
 
     def take_over(self, detector: Detector | None = None) -> None:
         for width in self.totals:

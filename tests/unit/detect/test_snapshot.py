@@ -1,4 +1,4 @@
-"""A snapshot finds changes and takes them over, in ranges and waves; detectors of the caller that fail
+"""A snapshot finds changes and takes them over, in ranges and batches; detectors of the caller that fail
 leave it as it was.
 """
 
@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu", "torch"])
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two segments at once and a wave of 40 changes: a few hundred elements make many of both."""
+    """Two segments at once and a batch of 40 changes: a few hundred elements make many of both."""
     monkeypatch.setattr(module, "_RANGE_SEGMENTS", 2)
     monkeypatch.setattr(module, "_BATCH_CHANGES", 40)
 
@@ -45,15 +45,15 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Any]:
 # Finding ----------------------------------------------------------------------------------------------------
 
 
-def check_waves(waves: list[list[Found]], spans: Spans, segment: int, most: int) -> None:
+def check_batches(batches: list[list[Found]], spans: Spans, segment: int, most: int) -> None:
     """Waves end once they have enough; ranges ascend, are whole segments of a span, and have changes."""
-    for wave in waves[:-1]:
-        assert sum(len(found.new) for found in wave) >= most
-    for wave in waves:
-        assert sum(len(found.new) for found in wave[:-1]) < most
+    for batch in batches[:-1]:
+        assert sum(len(found.new) for found in batch) >= most
+    for batch in batches:
+        assert sum(len(found.new) for found in batch[:-1]) < most
     border, left = 0, iter(spans)
     begin, length = next(left, (0, 0))
-    for found in (found for wave in waves for found in wave):
+    for found in (found for batch in batches for found in batch):
         assert found.first >= border
         while found.first >= begin + length:
             begin, length = next(left)
@@ -88,12 +88,12 @@ def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataO
         model.change(width, data.draw(st.sampled_from(sorted(PATTERNS))), data.draw(st.integers(0, 99)))
         before, live = model.known(width), model.bits(width)
         enough = data.draw(st.sampled_from([None, None, 1, 2]))
-        waves = [
-            [Found.of(changed) for changed in wave]
-            for wave in islice(model.advance(width, spans, detector), enough)
+        batches = [
+            [Found.of(changed) for changed in batch]
+            for batch in islice(model.advance(width, spans, detector), enough)
         ]
-        waves = [wave for wave in waves if wave]
-        found = [changed for wave in waves for changed in wave]
+        batches = [batch for batch in batches if batch]
+        found = [changed for batch in batches for changed in batch]
         places, changes = (
             [at for changed in found for at in changed.places],
             np.flatnonzero(before != live).tolist(),
@@ -101,7 +101,7 @@ def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataO
         if enough is None:
             assert {*changes} <= {*places} if detector is too_many else changes == places
             assert np.array_equal(model.known(width), live)
-            check_waves(waves, spans, model.snapshot._segment, most)
+            check_batches(batches, spans, model.snapshot._segment, most)
         assert [bit for changed in found for bit in changed.old] == before[places].tolist()
         assert [bit for changed in found for bit in changed.new] == live[places].tolist()
         assert not model.snapshot.inconsistent
@@ -112,7 +112,7 @@ def test_any_changes_are_found_taken_over_and_undone(kernel: Any, data: st.DataO
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["everything", "0.3", "tiny"])
-def test_waves_of_the_size_that_there_is(pattern: str) -> None:
+def test_batches_of_the_size_that_there_is(pattern: str) -> None:
     """With nothing made small: some millions of bytes, in two chunks that are no multiples of a segment."""
     total, segment = 5_000_000, 1 << 20
     model = Model({1: [total]}, segment)
@@ -122,17 +122,17 @@ def test_waves_of_the_size_that_there_is(pattern: str) -> None:
         model.bits(1),
         [(0, 3 * segment + 12345), (3 * segment + 12345, total - 3 * segment - 12345)],
     )
-    changed, waves = np.zeros(total, bool), 0
-    for wave in model.advance(1, spans):
-        waves += 1
-        for found in wave:
+    changed, batches = np.zeros(total, bool), 0
+    for batch in model.advance(1, spans):
+        batches += 1
+        for found in batch:
             here = changed[found.first : found.first + found.length]
             assert not here.any()
             here[slice(None) if found.positions is None else found.positions.numpy()] = True
             assert np.array_equal(found.old.numpy(), before[found.first : found.first + found.length][here])
             assert np.array_equal(found.new.numpy(), live[found.first : found.first + found.length][here])
     assert np.array_equal(changed, before != live) and np.array_equal(model.known(1), live)
-    assert waves == {"everything": 2, "0.3": 1, "tiny": 1}[pattern]
+    assert batches == {"everything": 2, "0.3": 1, "tiny": 1}[pattern]
     model.snapshot.roll_back()
     assert np.array_equal(model.known(1), before)
 
@@ -192,8 +192,8 @@ def test_a_detector_that_names_what_did_not_change(kernel: Any, small: None) -> 
         model.change(width, "tiny", 2)
     found = [
         Found.of(changed)
-        for wave in model.advance(4, detector=lambda live, known: torch.arange(len(live)))
-        for changed in wave
+        for batch in model.advance(4, detector=lambda live, known: torch.arange(len(live)))
+        for changed in batch
     ]
     assert (
         all(changed.positions is None for changed in found)

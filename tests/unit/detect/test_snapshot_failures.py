@@ -20,7 +20,7 @@ KERNELS = [cpu, torch_kernels]
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two segments at once and a wave of 40 changes: a few hundred elements make many of both."""
+    """Two segments at once and a batch of 40 changes: a few hundred elements make many of both."""
     monkeypatch.setattr(module, "_RANGE_SEGMENTS", 2)
     monkeypatch.setattr(module, "_BATCH_CHANGES", 40)
 

@@ -24,7 +24,7 @@ KERNELS = [cpu, torch_kernels]
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two segments at once and a wave of 40 changes: a few hundred elements make many of both."""
+    """Two segments at once and a batch of 40 changes: a few hundred elements make many of both."""
     monkeypatch.setattr(module, "_RANGE_SEGMENTS", 2)
     monkeypatch.setattr(module, "_BATCH_CHANGES", 40)
 
@@ -71,7 +71,7 @@ class Restart:
     def finds_all(self) -> bool:
         """Find what differs, from where the snapshot stands."""
         return all(
-            [at for wave in self.model.advance(width) for changed in wave for at in Found.of(changed).places]
+            [at for batch in self.model.advance(width) for each in batch for at in Found.of(each).places]
             == places
             for width, places in self.differ.items()
         )
@@ -89,8 +89,8 @@ PATTERN = pytest.mark.parametrize("pattern", ["some", "0.3", "everything"])
 def test_an_interrupt_at_any_line_of_advance(
     kernel: Any, small: None, pattern: str, detector: Detector | None
 ) -> None:
-    """Over several ranges and waves: the snapshot is of no version, or goes back to what was known, and finds
-    all that differs again.
+    """Over several ranges and batches: the snapshot is of no version, or goes back to what was known, and
+    finds all that differs again.
     """
     restart, torn, places = Restart(pattern, FEW), 0, set()
 
@@ -109,20 +109,20 @@ def test_an_interrupt_at_any_line_of_advance(
         snapshot.roll_back()
         assert not snapshot.inconsistent and restart.is_as_before(), where
         assert restart.finds_all(), where
-    assert {"diff_and_update", "_ranges", "_update_range", "_record"} <= places and (
-        "_detected" in places
-    ) == (detector is not None)
+    assert {"changes", "_cut", "_update_range", "_record"} <= places and ("_detected" in places) == (
+        detector is not None
+    )
     assert torn
 
 
 @PATTERN
 def test_an_interrupt_of_who_takes_the_waves_tears_nothing(kernel: Any, small: None, pattern: str) -> None:
-    """Whatever it does between two waves, the snapshot is between two waves."""
+    """Whatever it does between two batches, the snapshot is between two batches."""
     restart = Restart(pattern, FEW)
     for enough in range(8):
         model = restart()
-        waves = [model.advance(width) for width in FEW]
-        for _ in islice((wave for each in waves for wave in each), enough):
+        batches = [model.advance(width) for width in FEW]
+        for _ in islice((batch for each in batches for batch in each), enough):
             assert not model.snapshot.inconsistent
         model.snapshot.roll_back()
         assert not model.snapshot.inconsistent and restart.is_as_before() and restart.finds_all()

@@ -19,7 +19,7 @@ KERNELS = [cpu, torch_kernels]
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two segments at once and a wave of 40 changes: a few hundred elements make many of both."""
+    """Two segments at once and a batch of 40 changes: a few hundred elements make many of both."""
     monkeypatch.setattr(module, "_RANGE_SEGMENTS", 2)
     monkeypatch.setattr(module, "_BATCH_CHANGES", 40)
 
@@ -62,7 +62,7 @@ def test_after_undo_a_superset_is_found(kernel: Any, small: None) -> None:
             changed[:20] = before[4][:20]
             model.set(4, changed)
         for width in SIZES:
-            found = [Found.of(changed) for wave in model.advance(width) for changed in wave]
+            found = [Found.of(changed) for batch in model.advance(width) for changed in batch]
             places = [at for each in found for at in each.places]
             assert places == np.flatnonzero(before[width] != model.bits(width)).tolist()
             assert [bit for each in found for bit in each.old] == before[width][places].tolist()
@@ -88,18 +88,18 @@ def test_what_is_settled_is_not_undone(kernel: Any, small: None) -> None:
     assert model.everything() == first
 
 
-def test_waves_that_nobody_asked_for_are_not_taken_over(kernel: Any, small: None) -> None:
-    """Whoever makes frames of a wave may fail: what is known then is the waves before it, and it, and all of
-    them go back.
+def test_batches_that_nobody_asked_for_are_not_taken_over(kernel: Any, small: None) -> None:
+    """Whoever makes frames of a batch may fail: what is known then is the batches before it, and it, and all
+    of them go back.
     """
     model = Model({4: [400]})
     before = model.known(4)
     model.change(4, "everything", 1)
-    waves = model.advance(4)
-    next(waves)
+    batches = model.advance(4)
+    next(batches)
     taken = model.known(4) == model.bits(4)
     assert taken[:40].all() and not taken[80:].any() and not model.snapshot.inconsistent
-    del waves
+    del batches
     model.snapshot.roll_back()
     assert np.array_equal(model.known(4), before) and not model.snapshot.inconsistent
 
@@ -137,7 +137,7 @@ def test_notes_take_memory_in_proportion_to_what_changed(kernel: Any) -> None:
 def test_a_range_that_changed_much_costs_the_others_nothing(
     kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One range of a wave is kept whole, the others where they changed; all go back."""
+    """One range of a batch is kept whole, the others where they changed; all go back."""
     monkeypatch.setattr(module, "_RANGE_SEGMENTS", 1)
     model = Model({2: [40_000]}, 1000)
     before, bits = model.known(2), model.bits(2)

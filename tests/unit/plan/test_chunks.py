@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dte_dist.plan.chunks import SEGMENT, Chunk, ChunkPlan, FrameSlot, pack_buckets
+from dte_dist.plan.chunks import SEGMENT, Chunk, ChunkPlan, Parcel, pack_buckets
 
 WIDTHS = [1, 2, 4, 8]
 TOTALS = st.dictionaries(
@@ -31,7 +31,7 @@ def test_chunks_tile_every_flat_space(totals, bucket_bytes) -> None:
             assert [end for _, end in mine] == [begin for begin, _ in mine[1:]] + [total] * bool(mine)
             assert (mine[0][0] if mine else total) == 0
         assert all(0 < chunk.length * chunk.width <= max(bucket_bytes, chunk.width) for chunk in chunks)
-    assert schedule.room == max(len(schedule.chunks(source)) for source in totals)
+    assert schedule.most_chunks == max(len(schedule.chunks(source)) for source in totals)
 
 
 @pytest.mark.slow
@@ -47,14 +47,14 @@ def test_ranks_cut_alike_whatever_order_they_learnt_of_each_other_in(totals, buc
         ChunkPlan(totals, bucket_bytes),
         ChunkPlan(shuffled((s, shuffled(w.items())) for s, w in totals.items()), bucket_bytes),
     )
-    assert one.room == other.room
+    assert one.most_chunks == other.room
     assert all(one.chunks(source) == other.chunks(source) for source in totals)
 
 
 def test_sources_that_hold_nothing_have_no_chunks() -> None:
     schedule = ChunkPlan({0: {}, 1: {4: 0}, 2: {2: 9}}, 64)
     assert [len(schedule.chunks(source)) for source in range(3)] == [0, 0, 1]
-    assert ChunkPlan({0: {}, 1: {4: 0}}, 64).room == ChunkPlan({}, 64).room == 0
+    assert ChunkPlan({0: {}, 1: {4: 0}}, 64).most_chunks == ChunkPlan({}, 64).room == 0
 
 
 def lengths(widths: dict[int, int], bucket_bytes: int) -> list[int]:
@@ -120,16 +120,16 @@ def test_buckets_hold_every_frame_once_in_order(sizes, bucket_bytes) -> None:
 
 def test_a_frame_larger_than_a_bucket_has_one_of_its_own() -> None:
     buckets = pack_buckets({4: [10, 100, 10], 7: [10, 10, 0]}, 30)
-    small, large = FrameSlot(4, 0, 0, 10), FrameSlot(4, 1, 0, 100)
+    small, large = Parcel(4, 0, 0, 10), Parcel(4, 1, 0, 100)
     assert buckets == [
-        [small, FrameSlot(7, 0, 10, 20)],
+        [small, Parcel(7, 0, 10, 20)],
         [large],
-        [FrameSlot(7, 1, 0, 10), FrameSlot(4, 2, 10, 20)],
+        [Parcel(7, 1, 0, 10), Parcel(4, 2, 10, 20)],
     ]
 
 
 def test_sources_with_fewer_chunks_and_syncs_without_frames() -> None:
     assert pack_buckets({0: [5], 1: [5, 6]}, 64) == [
-        [FrameSlot(0, 0, 0, 5), FrameSlot(1, 0, 5, 10), FrameSlot(1, 1, 10, 16)]
+        [Parcel(0, 0, 0, 5), Parcel(1, 0, 5, 10), Parcel(1, 1, 10, 16)]
     ]
     assert pack_buckets({}, 64) == pack_buckets({0: []}, 64) == pack_buckets({0: [0, 0], 1: [0, 0]}, 64) == []

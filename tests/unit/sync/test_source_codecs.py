@@ -44,12 +44,12 @@ DTYPES = (
 )
 
 
-@pytest.fixture(params=["at once", "in many waves"])
-def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many
-    frames in a wave.
+@pytest.fixture(params=["at once", "in many batches"])
+def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model be found at once, as small ones are; or many ranges and batches lie in a frame, and many
+    frames in a batch.
     """
-    if request.param == "in many waves":
+    if request.param == "in many batches":
         monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
         monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 150)
         monkeypatch.setattr("dte_dist.plan.chunks.SEGMENT", 64)
@@ -66,7 +66,7 @@ def weights(rng: torch.Generator) -> dict[str, Tensor]:
 
 
 @every_codec
-def test_chains_of_deltas_are_bit_exact(codec: str, waves: None) -> None:
+def test_chains_of_deltas_are_bit_exact(codec: str, batches: None) -> None:
     """Into contiguous, transposed and sliced copies; densities alternate, and the last bits move or all of
     them.
     """
@@ -108,7 +108,7 @@ def test_chains_of_deltas_are_bit_exact(codec: str, waves: None) -> None:
 
 
 @pytest.mark.parametrize("codec", ["small", "ef+planes", "dense+planes", "u16+ulp"])
-def test_a_delta_that_is_rolled_back_is_a_superset_the_next_time(codec: str, waves: None) -> None:
+def test_a_delta_that_is_rolled_back_is_a_superset_the_next_time(codec: str, batches: None) -> None:
     rng = torch.Generator().manual_seed(4)
     pair = Coded(codec, weights(rng), bucket_bytes=1 << 12)
     for density in (0.1, 0.2):
@@ -145,7 +145,7 @@ def test_a_receiver_that_breaks_off_while_it_writes_is_seeded(codec: str) -> Non
 
 
 @pytest.mark.parametrize("codec", ["small", "ef+raw"])
-def test_a_detector_may_name_elements_that_did_not_change(codec: str, waves: None) -> None:
+def test_a_detector_may_name_elements_that_did_not_change(codec: str, batches: None) -> None:
     rng = torch.Generator().manual_seed(6)
     pair = Coded(codec, weights(rng), detector=lambda live, known: torch.arange(0, len(live), 1))
     step(pair.trained, rng, 0.05, True)
@@ -178,7 +178,7 @@ def test_the_small_codecs_are_small() -> None:
 
 @every_codec
 @pytest.mark.parametrize("part", [slice(3, 17), slice(0, 1), slice(0, 40)], ids=["rows", "one row", "whole"])
-def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
+def test_lanes_of_pairs(codec: str, part: slice, batches: None) -> None:
     """A source cuts columns, the receiver rows: positions are translated twice, and every bit arrives."""
     rng = torch.Generator().manual_seed(8)
     full = random((40, 60), torch.bfloat16, rng)
@@ -217,7 +217,7 @@ def test_lanes_of_pairs(codec: str, part: slice, waves: None) -> None:
 
 
 @every_codec
-def test_lanes_of_one_source_do_not_spoil_each_other(codec: str, waves: None) -> None:
+def test_lanes_of_one_source_do_not_spoil_each_other(codec: str, batches: None) -> None:
     """Three kinds of receivers: two hold all that the source has, the one between them some rows."""
     rng = torch.Generator().manual_seed(9)
     trained = random((40, 30), torch.bfloat16, rng)

@@ -16,9 +16,9 @@ from tests.unit.detect.snapshots import Failing
 from tests.unit.sync.pair import STREAM, Pair, same_bits, weights
 
 
-@pytest.fixture(params=[1, 1 << 21], ids=["a wave each", "one wave"])
-def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every range with changes ends a wave, or none does."""
+@pytest.fixture(params=[1, 1 << 21], ids=["a batch each", "one batch"])
+def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every range with changes ends a batch, or none does."""
     monkeypatch.setattr(snapshot, "_BATCH_CHANGES", request.param)
 
 
@@ -51,7 +51,7 @@ def is_seeded(pair: Pair, before: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("done", [False, True], ids=["at once", "when it was done"])
 @pytest.mark.parametrize("after", range(6))
 def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(
-    waves: None, after: int, done: bool
+    batches: None, after: int, done: bool
 ) -> None:
     pair = of_two_widths()
     before, known = {name: tensor.clone() for name, tensor in pair.copy.items()}, pair.source.snapshot
@@ -65,7 +65,7 @@ def test_a_source_that_breaks_off_while_it_takes_changes_over_has_no_version(
 
 @pytest.mark.parametrize("after", range(3))
 def test_a_source_without_memory_for_what_was_there_has_no_version(
-    waves: None, after: int, monkeypatch: pytest.MonkeyPatch
+    batches: None, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair, asked = of_two_widths(), []
     before = {name: tensor.clone() for name, tensor in pair.copy.items()}
@@ -86,7 +86,7 @@ def test_a_source_without_memory_for_what_was_there_has_no_version(
 
 @pytest.mark.parametrize("after", range(6))
 def test_a_source_that_cannot_make_its_frames_stays_where_it_was(
-    waves: None, after: int, monkeypatch: pytest.MonkeyPatch
+    batches: None, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was taken over before is put back: the next delta is a superset."""
     pair, added = of_two_widths(), []
@@ -113,7 +113,7 @@ def test_a_source_that_cannot_make_its_frames_stays_where_it_was(
 
 
 @pytest.mark.parametrize("after", range(3))
-def test_a_source_that_cannot_go_back_has_no_version(waves: None, after: int) -> None:
+def test_a_source_that_cannot_go_back_has_no_version(batches: None, after: int) -> None:
     pair = of_two_widths()
     before, known = {name: tensor.clone() for name, tensor in pair.copy.items()}, pair.source.snapshot
     pair.trained["w0"].copy_(pair.copy["w0"])

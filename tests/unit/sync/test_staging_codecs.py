@@ -25,12 +25,12 @@ from tests.unit.sync.pair import SCHEMA
 both = pytest.mark.parametrize("codecs", [cpu, torch_kernels], ids=["cpu", "torch"])
 
 
-@pytest.fixture(params=["at once", "in many waves"])
-def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a model be found at once, as small ones are; or many ranges and waves lie in a frame, and many
-    frames in a wave.
+@pytest.fixture(params=["at once", "in many batches"])
+def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model be found at once, as small ones are; or many ranges and batches lie in a frame, and many
+    frames in a batch.
     """
-    if request.param == "in many waves":
+    if request.param == "in many batches":
         monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
         monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 150)
         monkeypatch.setattr("dte_dist.plan.chunks.SEGMENT", 64)
@@ -67,7 +67,7 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("codec", ["i32+ulp", "bitmap+planes", "dense+planes", "ef+raw"])
-def test_tied_by_the_source_and_held_in_two_cuts(codec: str, waves: None) -> None:
+def test_tied_by_the_source_and_held_in_two_cuts(codec: str, batches: None) -> None:
     """On the p2p route the elements that are in both cuts travel twice, and each time they have two homes."""
     rng = torch.Generator().manual_seed(9)
     own, theirs = (

@@ -63,7 +63,7 @@ def test_tracker_commit_and_rollback() -> None:
     assert tracker.diff(weights, 2).tensors["w@delta_idx"].tolist() == [1, 2]
 
 
-# Many ranges and waves, and what breaks off
+# Many ranges and batches, and what breaks off
 # ------------------------------------------------------------------------------
 
 SIZES = {"a": 300, "b": 1, "c": 90, "d": 0, "e": 555, "f": 70, "g": 64, "h": 5}
@@ -81,7 +81,7 @@ DTYPES = (
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few hundred elements make many segments, ranges and waves."""
+    """A few hundred elements make many segments, ranges and batches."""
     monkeypatch.setattr("dte_dist.sync.versioned_snapshot.SEGMENT", 32)
     monkeypatch.setattr("dte_dist.detect.snapshot._RANGE_SEGMENTS", 3)
     monkeypatch.setattr("dte_dist.detect.snapshot._BATCH_CHANGES", 50)

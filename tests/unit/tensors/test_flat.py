@@ -180,8 +180,8 @@ def test_a_snapshot_of_many_cast_tensors(own: torch.dtype) -> None:
     after = as_torch_casts(tensors, [torch.bfloat16] * len(tensors), 2)
     found = [
         (changed.first + changed.positions).tolist()
-        for wave in snapshot.diff_and_update(live(), 2, segments)
-        for changed in wave
+        for batch in snapshot.changes(live(), 2, segments)
+        for changed in batch
     ]
     assert [place for places in found for place in places] == (before != after).nonzero().view(-1).tolist()
     assert 0 < sum(map(len, found)) < total // 2
