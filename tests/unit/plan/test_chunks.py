@@ -47,14 +47,14 @@ def test_ranks_cut_alike_whatever_order_they_learnt_of_each_other_in(totals, buc
         ChunkPlan(totals, bucket_bytes),
         ChunkPlan(shuffled((s, shuffled(w.items())) for s, w in totals.items()), bucket_bytes),
     )
-    assert one.most_chunks == other.room
+    assert one.most_chunks == other.most_chunks
     assert all(one.chunks(source) == other.chunks(source) for source in totals)
 
 
 def test_sources_that_hold_nothing_have_no_chunks() -> None:
     schedule = ChunkPlan({0: {}, 1: {4: 0}, 2: {2: 9}}, 64)
     assert [len(schedule.chunks(source)) for source in range(3)] == [0, 0, 1]
-    assert ChunkPlan({0: {}, 1: {4: 0}}, 64).most_chunks == ChunkPlan({}, 64).room == 0
+    assert ChunkPlan({0: {}, 1: {4: 0}}, 64).most_chunks == ChunkPlan({}, 64).most_chunks == 0
 
 
 def lengths(widths: dict[int, int], bucket_bytes: int) -> list[int]:
