@@ -1,10 +1,11 @@
 """Find the best pair of codecs: bytes and time for each changed element, by density and kind of change.
 
-    python launch/codec_survey.py [--elements 2097152] [--repeat 9]
+    python launch/codec_survey.py [--elements 1048576] [--repeat 9] [--pairs]
 
-A line names the pair with the fewest bytes, and the one with the least seconds over each link (codecs and
-wire). The last lines say how far each codec is, at best, from the best pair without it. One thread, minimum
-of the repetitions; compare ratios within one run only.
+A line names the pair with the fewest bytes and the one with the least seconds over each link (codecs and
+wire), and in brackets what "small" and "auto" take there; `--pairs` adds what each pair costs. The last lines
+say how far each codec is, at best, from the best pair without it. One thread, minimum of the repetitions;
+compare ratios within one run only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,19 +26,26 @@ from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, read_frame
 from dte_dist.codec.index_codecs import INDEX_CODECS
 from dte_dist.codec.value_codecs import VALUE_CODECS
 
-DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95)
+DATA = Path(__file__).parents[1] / "tests" / "data" / "adamw_steps.npz"
+DENSITIES = (0.00001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95, 1.0)
 LINKS = {"1 Gb/s": 125e6, "10 Gb/s": 1.25e9, "100 Gb/s": 12.5e9}
+INDEXES = [codec.name for codec in INDEX_CODECS.values()]
+VALUES = [codec.name for codec in VALUE_CODECS.values()]
 
-Cost = tuple[float, float]
-"""Bytes and seconds for each changed element."""
+Cost = tuple[float, float, float]
+"""Bytes, and seconds of encoding and of decoding, for each changed element."""
+Change = Callable[[Tensor, torch.Generator], Tensor]
 
 
-def training(old: Tensor, rng: torch.Generator) -> Tensor:
-    """Move bits by one or two ULP, as a step of an optimizer does."""
-    steps = torch.randint(1, 9, old.shape, generator=rng)
-    distance = torch.where(steps < 7, 1, torch.where(steps < 8, 2, 3))
-    sign = torch.randint(0, 2, old.shape, generator=rng) * 2 - 1
-    return (old + (distance * sign).to(old.dtype)).to(old.dtype)
+def move(sizes: Tensor, old: Tensor, rng: torch.Generator) -> Tensor:
+    """Move bits up or down, each by one of these sizes."""
+    size = sizes[torch.randint(0, len(sizes), old.shape, generator=rng)]
+    return old + (size * (torch.randint(0, 2, old.shape, generator=rng) * 2 - 1)).to(old.dtype)
+
+
+def adamw(rate: float, old: Tensor, rng: torch.Generator) -> Tensor:
+    """Add a step of AdamW to fp32 weights."""
+    return (old.view(torch.float32) + 0.23 * rate * torch.randn(old.shape, generator=rng)).view(old.dtype)
 
 
 def anything(old: Tensor, rng: torch.Generator) -> Tensor:
@@ -44,25 +54,29 @@ def anything(old: Tensor, rng: torch.Generator) -> Tensor:
     return torch.randint(bits.min, bits.max, old.shape, generator=rng, dtype=torch.int64).to(old.dtype)
 
 
-KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {"training": training, "anything": anything}
-
-
-def changes(elements: int, density: float, width: int, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return positions, old bits, new bits and all new bits of a range."""
-    rng = torch.Generator().manual_seed(1)
-    dtype = kernels.BITS[width]
-    weights = torch.randn(elements, generator=rng) * 0.04
-    known = (
-        (weights.bfloat16() if width == 2 else weights).view(dtype)
-        if width > 1
-        else anything(torch.zeros(elements, dtype=dtype), rng)
+def kinds() -> Iterator[tuple[str, int, Change]]:
+    """Yield what an element does, its bytes, and how it does that."""
+    with np.load(DATA) as data:
+        before, after = (torch.from_numpy(data[f"bf16_{name}"]) for name in ("before", "after"))
+    yield "recorded bf16 steps", 2, partial(move, kernels.on("cpu").ulp_deltas(before, after).abs())
+    yield from (
+        (f"AdamW on fp32 at {rate:.0e}", 4, partial(adamw, rate)) for rate in (1e-6, 3e-7, 1e-7, 1e-8)
     )
-    positions = (torch.rand(elements, generator=rng) < density).nonzero().view(-1).to(torch.int32)
-    old = known[positions.long()]
-    new = KINDS[kind](old, rng)
-    now = known.clone()
-    now[positions.long()] = new
-    return positions, old, new, now
+    for width in (1, 2, 4):
+        yield f"1 to 3 ULPs, {width} B", width, partial(move, torch.tensor([1, 1, 1, 1, 1, 1, 2, 3]))
+        yield f"any bits, {width} B", width, anything
+
+
+def changes(length: int, density: float, width: int, change: Change, run: int) -> tuple[Tensor, ...]:
+    """Return positions, old bits, new bits and all new bits of a range in which `run` neighbours change."""
+    rng = torch.Generator().manual_seed(1)
+    known = (torch.randn(length, generator=rng) * 0.04).to(torch.bfloat16 if width == 2 else torch.float32)
+    bits = known.view(kernels.BITS[width])[:length]
+    chosen = (torch.rand(length // run, generator=rng) < density).repeat_interleave(run)
+    chosen[:4] = True
+    now = torch.where(chosen, change(bits, rng), bits)
+    positions = (now != bits).nonzero().view(-1)  # a small step leaves some as they are
+    return positions.to(torch.int32), bits[positions], now[positions], now
 
 
 def fastest(call: Callable[[], object], repeat: int) -> float:
@@ -72,44 +86,26 @@ def fastest(call: Callable[[], object], repeat: int) -> float:
         begin = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return min(seconds, default=0.0)
 
 
-def cost(pair: str, found: tuple[Tensor, Tensor, Tensor, Tensor], repeat: int) -> Cost | None:
-    """Return what a pair costs; None where it is not taken for such elements."""
+def cost(codec: str, found: tuple[Tensor, ...], repeat: int, speed: float | None = None) -> tuple[str, Cost]:
+    """Return the pair that is taken, and what it costs."""
     positions, old, new, now = found
-    width, length = new.element_size(), len(now)
-    head = FrameHead(7, 9, 1, 2, 0, 0, 1, width, 0, length)
-    selector = CodecSelector(pair)
-    relative = selector.relative(width)
-    used: set[str] = set()
+    head = FrameHead(7, 9, 1, 2, 0, 0, 1, new.element_size(), 0, len(now))
+    selector, used = CodecSelector(codec, speed), set[str]()
+    relative = selector.relative(new.element_size())
 
     def encode() -> Tensor:
         writer = FrameWriter(head, "cpu", selector)
         values = kernels.on("cpu").ulp_deltas(old, new) if relative else new
-        writer.add(0, length, positions, values, relative=relative, whole=lambda: now)
+        writer.add(0, len(now), positions, values, relative=relative, whole=lambda: now)
         used.update(writer.codecs)
         return writer.finish()
 
     frame = encode()
-    if used != {pair}:
-        return None
-    seconds = fastest(encode, repeat) + fastest(lambda: list(read_frame(frame, head)), repeat)
-    return len(frame) / len(new), seconds / len(new)
-
-
-def survey(elements: int, repeat: int) -> Iterator[tuple[str, float, dict[str, Cost]]]:
-    """Yield kind and width, density, and the cost of every pair that applies."""
-    pairs = [f"{index}+{value}" for index, value in product(INDEXES, VALUES) if index != "again"]
-    for width, kind in product((2, 4, 1), KINDS):
-        for density in DENSITIES:
-            found = changes(elements, density, width, kind)
-            costs = {pair: cost(pair, found, repeat) for pair in pairs}
-            yield f"{kind}, {width} bytes", density, {pair: each for pair, each in costs.items() if each}
-
-
-INDEXES = [codec.name for codec in INDEX_CODECS.values()]
-VALUES = [codec.name for codec in VALUE_CODECS.values()]
+    seconds = fastest(encode, repeat), fastest(lambda: list(read_frame(frame, head)), repeat)
+    return used.pop(), (len(frame) / len(new), seconds[0] / len(new), seconds[1] / len(new))
 
 
 def gap(costs: dict[str, Cost], codec: str, measure: Callable[[Cost], float]) -> float:
@@ -119,33 +115,40 @@ def gap(costs: dict[str, Cost], codec: str, measure: Callable[[Cost], float]) ->
     return min(without) / min(with_it) - 1 if with_it and without else -1.0
 
 
-def seconds_over(speed: float, each: Cost) -> float:
-    """Return the seconds of codecs and wire for each changed element."""
-    return each[1] + each[0] / speed
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=1 << 21)
+    parser.add_argument("--elements", type=int, default=1 << 20)
     parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--pairs", action="store_true")
     said = parser.parse_args()
     torch.set_num_threads(1)
-    best: dict[str, float] = {}
-    for what, density, costs in survey(said.elements, said.repeat):
-        fewest = min(costs, key=lambda pair: costs[pair][0])
-        line = [f"{what:18} {density:6.1%}  bytes: {fewest} {costs[fewest][0]:.3f}"]
-        measures: dict[str, Callable[[Cost], float]] = {"bytes": lambda each: each[0]}
-        measures |= {link: partial(seconds_over, speed) for link, speed in LINKS.items()}
-        for link in LINKS:
-            quickest = min(costs, key=lambda pair: measures[link](costs[pair]))
-            line.append(f"{link}: {quickest} {measures[link](costs[quickest]) * 1e9:.1f} ns")
-        print("  ".join(line), flush=True)
+    measures: dict[str, Callable[[Cost], float]] = {"bytes": lambda each: each[0]}
+    for link, speed in LINKS.items():
+        measures[link] = lambda each, speed=speed: 1e9 * (each[1] + each[2] + each[0] / speed)  # type: ignore[misc]
+    pairs = [f"{index}+{value}" for index, value in product(INDEXES, VALUES) if index != "again"]
+    best: dict[str, tuple[float, str]] = {}
+    for (kind, width, change), run, density in product(kinds(), (1, 64), DENSITIES):
+        found, where = (
+            changes(said.elements, density, width, change, run),
+            f"{kind}, {density:.3%}, runs of {run}",
+        )
+        costs = {
+            pair: each for pair in pairs for used, each in [cost(pair, found, said.repeat)] if used == pair
+        }
+        taken = [cost("small", found, 0)[0], *(cost("auto", found, 0, speed)[0] for speed in LINKS.values())]
+        fields = [where]
+        for (name, measure), choice in zip(measures.items(), taken, strict=True):
+            pair = min(costs, key=lambda pair: measure(costs[pair]))
+            fields.append(f"{name}: {pair} {measure(costs[pair]):.3f} [{choice}]")
+        print("  ".join(fields), flush=True)
+        for pair, (size, encode, decode) in costs.items() if said.pairs else ():
+            print(f"    {pair:14} {size:8.3f} B  {encode * 1e9:8.2f} ns + {decode * 1e9:8.2f} ns")
         for codec, (name, measure) in product((*INDEXES, *VALUES), measures.items()):
-            key = f"{codec} by {'bytes' if name == 'bytes' else 'time'}"
-            best[key] = max(best.get(key, -1.0), gap(costs, codec, measure))
-    for key, most in sorted(best.items()):
-        print(f"{key}: at best {most:+.1%} against the best pair without it")
+            here = gap(costs, codec, measure), where
+            best[f"{codec}, {name}"] = max(best.get(f"{codec}, {name}", here), here)
+    for key, (most, where) in sorted(best.items()):
+        print(f"{key}: at best {most:+.1%} against the best pair without it ({where})")
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ RAW = Whole(0, "raw", False)
 ULP = Whole(1, "ulp", True)
 PLANES = BitPlanes()
 _CODECS: Final[tuple[ValueCodec, ...]] = (RAW, ULP, PLANES)
-"""Number 2 was a byte for each distance, which never was the best; the number is not used again."""
+"""Number 2 was a byte for each distance (docs/decisions/002-codecs-that-stay.md); it is not used again."""
 
 VALUE_CODECS: Final[dict[int, ValueCodec]] = {codec.number: codec for codec in _CODECS}
 

@@ -439,6 +439,19 @@ def test_tables_that_contradict_themselves(changes: list[tuple[int, str, int]]) 
     refused(seal(frame))
 
 
+@pytest.mark.parametrize("entry", [0, 1, 2])
+def test_a_codec_that_was_is_as_unknown_as_one_that_never_was(entry: int) -> None:
+    """The same error for number 2 of the values as for one that was never used, whatever the stream."""
+    texts = []
+    for number in (2, 9):
+        frame = make_frame().numpy()
+        frame[HEAD.itemsize : HEAD.itemsize + 3 * ENTRY.itemsize].view(ENTRY)["value"][entry] = number
+        with pytest.raises(FrameError, match=rf"codecs \d, {number}, 0") as raised:
+            read_frame(seal(frame), EXPECT)
+        texts.append(str(raised.value).replace(f", {number}, 0", ""))
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     "positions", [[-1, 5], [5, 5], [6, 5], [5, 100_000], [5, -1], [-(2**31), 2**31 - 1], [2**31 - 1, 5]]
 )
