@@ -9,16 +9,19 @@ whichever threads they come from: where calls differ in their arguments, it is f
    do not wait for each other.
 2. It goes on when nobody is before it, and is over when it ends, well or not.
 3. A queue keeps nobody alive. An interrupt, at any line, that takes a call away before it could say that it
-   is over blocks nobody.
+   is over blocks nobody, even if the caller keeps the exception, which keeps the call: a call counts only
+   while the function that made it is on the stack of its thread.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -34,18 +37,45 @@ _LOOK: Final = 0.1
 class _Call:
     """Somebody who waits for a turn, or has it.
 
+    Args:
+        caller: the frame whose `with` statement this is.
+
     Attributes:
         thread: stands for the thread; numbers of threads are used again.
         over: whether the turn is given up.
         ended: set soon after, for who waits.
     """
 
-    __slots__ = ("__weakref__", "ended", "over", "thread")
+    __slots__ = ("__weakref__", "_bottom", "_caller", "_number", "ended", "over", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, caller: FrameType) -> None:
         self.thread = _here.__dict__.setdefault("thread", object())
         self.over = False
         self.ended = threading.Event()
+        self._number = threading.get_ident()
+        self._caller = id(caller)
+        *_, bottom = _stack(caller)
+        self._bottom = id(bottom)
+
+    def is_abandoned(self) -> bool:
+        """Return whether this call was taken away without a word: its caller is not on the stack any more.
+
+        A frame that returns while another thread walks the stack cuts the walk short; only a walk that
+        reached the bottom says anything.
+        """
+        top = sys._current_frames().get(self._number)
+        if top is None:
+            return True
+        found = [id(frame) for frame in _stack(top)]
+        return self._caller not in found and found[-1] == self._bottom
+
+
+def _stack(top: FrameType) -> Iterator[FrameType]:
+    """Yield a frame and those that called it."""
+    frame: FrameType | None = top
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _here = threading.local()
@@ -76,7 +106,7 @@ def exclusive(*modules: Any) -> Iterator[None]:
         >>> with exclusive(torch.nn.Linear(2, 2), None):
         ...     pass
     """
-    call = _Call()
+    call = _Call(sys._getframe(2))  # above the one of contextlib
     queues = [_queues.setdefault(each, []) for each in modules if isinstance(each, torch.nn.Module | Layout)]
     try:
         for _, queue in sorted({id(queue): queue for queue in queues}.items()):
@@ -90,7 +120,7 @@ def exclusive(*modules: Any) -> Iterator[None]:
 def _wait(queue: Queue, mine: _Call) -> None:
     """Join a queue and wait for the turn."""
     if any(
-        call is not None and not call.over and call.thread is mine.thread
+        call is not None and not call.over and call.thread is mine.thread and not call.is_abandoned()
         for call in [place() for place in queue]
     ):
         raise ValueError(
@@ -111,7 +141,7 @@ def _before(queue: Queue, mine: _Call) -> threading.Event | None:
         call = place()
         if call is mine:
             return None
-        if call is not None and not call.over:
+        if call is not None and not call.over and not call.is_abandoned():
             return call.ended
         with suppress(ValueError):  # another thread may have taken it out
             queue.remove(place)

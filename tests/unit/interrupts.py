@@ -24,26 +24,32 @@ def interrupted(call: Callable[[], object], number: int, *files: str) -> str | N
     Returns:
         Where it was interrupted, such as "snapshot.py:undo:231"; None if it ended before.
     """
-    count, where = 0, None
+    try:
+        raise_at(call, number, *files)
+    except Interrupt as error:
+        return str(error)
+    return None
+
+
+def raise_at(call: Callable[[], object], number: int, *files: str) -> None:
+    """Do what `interrupted` does, and let the interrupt through: its text says where."""
+    count = 0
 
     def on_line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count, where
+        nonlocal count
         count += event == "line"
         if event == "line" and count == number:
             sys.settrace(None)
-            where = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_code.co_name}:{frame.f_lineno}"
-            raise Interrupt(where)
+            name = frame.f_code.co_filename.rpartition("/")[2]
+            raise Interrupt(f"{name}:{frame.f_code.co_name}:{frame.f_lineno}")
         return on_line
 
     before = sys.gettrace()
     sys.settrace(lambda frame, event, arg: on_line if frame.f_code.co_filename.endswith(files) else None)
     try:
         call()
-    except Interrupt:
-        return where
     finally:
         sys.settrace(before)
-    return None
 
 
 def at_every_line(

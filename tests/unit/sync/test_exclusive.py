@@ -18,7 +18,7 @@ from torch import nn
 from dte_dist import Layout
 from dte_dist.sync import exclusive as module
 from dte_dist.sync.exclusive import exclusive
-from tests.unit.interrupts import Interrupt, at_every_line, interrupted
+from tests.unit.interrupts import Interrupt, at_every_line, interrupted, raise_at
 
 SOON = 30.0
 """Seconds within which a thread surely comes to its turn."""
@@ -272,13 +272,37 @@ def test_an_interrupt_at_any_line_leaves_the_modules_free(layer: nn.Module, othe
     assert {"exclusive", "_wait", "_before", "__enter__", "__exit__"} <= {*places}
 
 
+def test_an_interrupt_that_is_kept_leaves_the_modules_free(layer: nn.Module, other: Any) -> None:
+    """Who keeps the exception keeps the frames that it came through, and the call in them."""
+    kept: list[BaseException] = []
+
+    def call() -> None:
+        with exclusive(layer, other):
+            pass
+
+    def keep(where: list[str | None], number: int) -> None:
+        try:
+            raise_at(call, number, *FILES)
+        except Interrupt as error:
+            kept.append(error)
+            where.append(str(error))
+
+    for number in range(1, 5000):
+        where: list[str | None] = []
+        keep(where, number)
+        assert is_free(layer, other), where
+        if not where:
+            break
+    assert len(kept) == number - 1 > 20
+
+
 def test_an_interrupt_at_any_line_of_a_wait_leaves_the_modules_to_who_comes_next(
     layer: nn.Module, other: Any
 ) -> None:
     """One thread has the turn, this one waits for it and is interrupted, and a third one has come after
     it.
     """
-    for number in range(1, 200):
+    for number in range(1, 5000):
         holder, third = Holder(other), []
 
         def come(third: list[threading.Thread] = third, holder: Holder = holder) -> None:
@@ -311,7 +335,4 @@ def test_a_thread_that_ends_in_the_middle_of_a_call_blocks_nobody(layer: nn.Modu
         context[0].__enter__()
 
     assert ends(in_thread(begin))
-    assert not is_free_soon(layer)
-    context.clear()
-    gc.collect()
-    assert is_free(layer)
+    assert is_free(layer) and context
