@@ -5,6 +5,8 @@
 2. A sync takes one when it begins and compares it with the one of its last commit.
 3. It takes another before it votes and one after it wrote: `external_writes` says which counters moved
    further than its own writes did.
+4. The one that a commit keeps watches the memory (`watching`): where it was freed, another tensor may lie at
+   the same address, with the same counter.
 
 Inference tensors have no version counter. They are fingerprinted by a digest of their bits, which costs one
 read of them. Writes through `tensor.data` or numpy move no counter and are not noticed: `dte_dist.invalidate`
@@ -13,12 +15,13 @@ says so, `dte_dist.verify` finds out.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from dte_dist._torch_compat import versions as version_counters
 from dte_dist.detect.digest import own_digests
@@ -30,6 +33,25 @@ _NONE: Final = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Lifetimes:
+    """Notices that memory is freed, and keeps none alive.
+
+    Attributes:
+        storages: a reference to each, which dies with the memory.
+        ended: the references that died.
+    """
+
+    storages: Sequence[weakref.ref[UntypedStorage]] = ()
+    ended: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, storages: Iterable[UntypedStorage]) -> Lifetimes:
+        """Watch memory from now on."""
+        ended: list[Any] = []
+        return cls([weakref.ref(storage, ended.append) for storage in storages], ended)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
     """Where some tensors lay at one moment, and how often they had been written to.
 
@@ -38,6 +60,7 @@ class Fingerprint:
             inference tensor.
         digests: int64[inference tensors], of their bits.
         twins: version counters of further tensors over the same memory; see `LiveTensors.twin_versions`.
+        memory: of the tensors, if it is watched.
 
     Example:
         >>> import torch
@@ -52,6 +75,7 @@ class Fingerprint:
     versions: np.ndarray
     digests: np.ndarray
     twins: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    memory: Lifetimes = Lifetimes()
 
     @classmethod
     def of(cls, local: LiveTensors, *, moved: bool = False) -> Fingerprint:
@@ -64,9 +88,28 @@ class Fingerprint:
         digests = own_digests(uncounted) if uncounted else _NONE
         return cls(addresses, versions, digests, local.twin_versions() if local.twins else {})
 
+    def watching(self, storages: Iterable[UntypedStorage], before: Fingerprint | None) -> Fingerprint:
+        """Return this fingerprint, which notices from now on that memory of the tensors is freed.
+
+        Args:
+            storages: the memory of each tensor.
+            before: one that may watch the same memory already: none of it freed, all at the same addresses.
+        """
+        is_watched = (
+            before is not None
+            and not before.memory.ended
+            and len(before.memory.storages) == len(self.addresses)
+            and np.array_equal(before.addresses, self.addresses)
+        )
+        return replace(self, memory=before.memory if before and is_watched else Lifetimes.of(storages))
+
     def same(self, other: Fingerprint) -> bool:
-        """Return whether nothing shows that the tensors were written to or replaced in between."""
-        return self.twins == other.twins and all(
+        """Return whether nothing shows that the tensors were written to or replaced since this fingerprint
+        was taken, until the other one was.
+        """
+        if self.memory.ended or self.twins != other.twins:
+            return False
+        return all(
             np.array_equal(mine, theirs)
             for mine, theirs in zip(
                 (self.addresses, self.versions, self.digests),
@@ -83,6 +126,8 @@ class Fingerprint:
         uncounted = np.flatnonzero(self.versions < 0)
         if np.array_equal(uncounted, np.flatnonzero(other.versions < 0)):
             odd[uncounted] |= self.digests != other.digests
+        if self.memory.ended:
+            odd |= np.fromiter((storage() is None for storage in self.memory.storages), np.bool_, len(odd))
         return np.flatnonzero(odd).tolist()
 
 

@@ -186,7 +186,8 @@ class VersionedCopy:
             DeltaError: as `check_own`, if that was not asked before.
         """
         self.confirm()
-        self.state.fingerprint = self._now
+        now = self._now
+        self.state.fingerprint = None if now is None else now.watching(self._memory, self.state.fingerprint)
         self.state.advance_to(version, lineage, full=full)
         self.rollback()
 
