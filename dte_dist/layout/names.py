@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any, Final, NoReturn
@@ -25,6 +25,7 @@ __all__ = [
     "Rename",
     "Select",
     "canonical_name",
+    "numbered_name",
     "refuse_duplicates",
     "refuse_unencodable",
 ]
@@ -129,6 +130,24 @@ class NameRule:
         raise ValueError(
             f"select= chooses no tensor: it is {said}, and the names are {_shown(names)}. Hint: {hint}."
         )
+
+
+def numbered_name(name: str, number: int, taken: Collection[str]) -> str:
+    """Return a name for one of several regions of a slot, which no slot has and no other region gets.
+
+    Args:
+        name: of the slot.
+        number: of the region.
+        taken: the names of all slots.
+
+    Example:
+        >>> numbered_name("w", 1, ["w"]), numbered_name("w", 1, ["w", "w[1]"])
+        ('w[1]', "w[1]'")
+    """
+    numbered = f"{name}[{number}]"
+    while numbered in taken:
+        numbered += "'"
+    return numbered
 
 
 def refuse_duplicates(names: Iterable[str]) -> None:

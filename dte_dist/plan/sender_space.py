@@ -1,10 +1,10 @@
 """What one sender of named tensors sends, as flat spaces: the parts as it holds them, and as whole tensors.
 
 A part is one local tensor of a sender that some receiver needs. It is named after its slot; where a sender
-holds several regions of one slot, each is named after its entry too. Both ends find the same parts from the
-plan alone. Positions in a payload count in the whole slot, so that one payload means the same to every
-receiver; positions in a source's snapshot count in what the source holds. `PartSpace` has the tables between
-the two.
+holds several regions of one slot, each is named after its entry too (`numbered_name`). Both ends find the
+same parts from the plan alone. Positions in a payload count in the whole slot, so that one payload means the
+same to every receiver; positions in a source's snapshot count in what the source holds. `PartSpace` has the
+tables between the two.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from dte_dist.layout import Block
 from dte_dist.layout.named import Slots
+from dte_dist.layout.names import numbered_name
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
 from dte_dist.plan.index_map import IndexMap, build_index_maps
 from dte_dist.plan.model_map import Slot
@@ -122,10 +123,11 @@ class SenderSpace:
         self.parts = {part.name: part for part in parts}
         widths: dict[int, dict[int, Part]] = {}
         for place, part in enumerate(self.parts.values()):
+            found = widths.setdefault(part.slot.width, {})  # widths come in the order of all parts
             if part.block.numel:
-                widths.setdefault(part.slot.width, {})[place] = part
+                found[place] = part
         self.widths: Mapping[int, PartSpace] = {
-            width: PartSpace.of(width, found) for width, found in widths.items()
+            width: PartSpace.of(width, found) for width, found in widths.items() if found
         }
 
     @classmethod
@@ -150,11 +152,12 @@ class SenderSpace:
             ['w']
         """
         blocks = plan.sent.blocks_of(sender)
+        taken = {slot.name for slot in plan.slots}
         parts = []
         for number, entries in sorted(_needed(plan, sender).items()):
             slot = plan.slots[number]
             for entry in sorted(entries):
-                name = slot.name if len(entries) == 1 else f"{slot.name}[{entry}]"
+                name = slot.name if len(entries) == 1 else numbered_name(slot.name, entry, taken)
                 parts.append(Part(name, slot, number, entry, blocks[number, entry]))
         return cls(parts)
 

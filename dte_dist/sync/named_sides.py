@@ -27,6 +27,7 @@ from dte_dist.codec.named_tensors import Change, Payload, flat_bits
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block, Layout, LiveTensors, one_device
 from dte_dist.layout.named import NamedTensors, Slots, named, slots_of
+from dte_dist.layout.names import numbered_name
 from dte_dist.plan import Plan
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces, spaces_of
 from dte_dist.plan.index_map import build_index_maps
@@ -317,4 +318,7 @@ def _layout(given: Given) -> Layout:
 def _names(names: Sequence[str]) -> list[str]:
     """Return a name for each entry; regions of one tensor are numbered."""
     repeated = {name for name, after in pairwise(names) if name == after}
-    return [f"{name}[{number}]" if name in repeated else name for number, name in enumerate(names)]
+    taken = set(names)
+    return [
+        numbered_name(name, number, taken) if name in repeated else name for number, name in enumerate(names)
+    ]

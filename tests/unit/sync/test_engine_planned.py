@@ -153,6 +153,31 @@ def test_fused_tensors_and_several_regions_of_one_tensor(sparse_bytes_ratio: flo
     )
 
 
+@pytest.mark.parametrize("sparse_bytes_ratio", [0.0, 1.0])
+def test_tensors_named_as_regions_of_others_would_be(sparse_bytes_ratio: float) -> None:
+    """A region of "w" must not take the name of a tensor "w[1]", nor of one that was named to avoid that."""
+    names = ("w", "w[0]", "w[1]", "w[1]'", "w[1][0]")
+    shapes = dict.fromkeys(names, (4, 3))
+    make = torch.Generator().manual_seed(3)
+    full = {name: random_bits(shape, torch.float32, make) for name, shape in shapes.items()}
+    halves = [
+        (name, full[name][row : row + 2], (4, 3), (row, 0)) for name in ("w", "w[1]") for row in (2, 0)
+    ]
+    others = [(name, full[name], (4, 3), (0, 0)) for name in names if name not in ("w", "w[1]")]
+    copy = {name: torch.zeros(4, 3) for name in names}
+    targets = [
+        (name, copy[name][:, column : column + 1], (4, 3), (0, column))
+        for name in names
+        for column in (2, 0, 1)
+    ]
+    job = Job([halves + others], [targets], sparse_bytes_ratio=sparse_bytes_ratio)
+    for version in range(1, 4):
+        job.both(version)
+        for name in names:
+            assert same_bits(copy[name], full[name]), (version, name)
+            full[name].view(torch.int32)[version, version % 3] ^= version
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_tensors_are_sent_once(tied: bool) -> None:
     weight, homes = torch.randn(6, 4), [torch.zeros(6, 4) for _ in range(2)]
