@@ -136,9 +136,11 @@ class DeltaTracker:
         refuse_reserved(tensors)
         own = slots_of(tensors)
         slots = {name: (shape, (wire or {}).get(name, dtype)) for name, (shape, dtype) in own.items()}
-        known = self._space
-        space = known if known is not None and known.slots == slots else SenderSpace.of_whole(slots)
-        return self.diff_space(read_named(tensors), space, version, full=full)
+        space = self._space
+        if space is None or space.slots != slots:  # neither asks for the order
+            space = SenderSpace.of_whole(slots)
+        in_order = {name: tensors[name] for name in space.slots}
+        return self.diff_space(read_named(in_order), space, version, full=full)
 
     def diff_space(
         self, local: LiveTensors, space: SenderSpace, version: int, *, full: bool = False

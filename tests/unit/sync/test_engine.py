@@ -5,6 +5,7 @@ distributed/test_transports.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice, permutations
 
 import pytest
 import torch
@@ -231,6 +232,46 @@ def test_targets_that_others_wrote_to(how: str) -> None:
     pair.pull(4)
     assert same_bits(pair.weights, pair.copy)
     pair.step(5)
+
+
+def test_a_target_that_another_tensor_took_the_address_of() -> None:
+    """With the same counter: only that the memory of the first one was freed tells them apart."""
+    weights = torch.arange(500, dtype=torch.float32)
+    memory = bytearray(4 * 500)
+    target = torch.frombuffer(memory, dtype=torch.float32)
+    engine = DeltaEngine(LoopbackTransport())
+    for version in (1, 2):
+        weights[version] = -1
+        engine.push({"w": weights}, version)
+        engine.pull({"w": target}, version)
+    counter, address = target._version, target.data_ptr()
+    del target
+    target = torch.frombuffer(memory, dtype=torch.float32)
+    while target._version < counter:
+        target.fill_(7.0)
+    assert (target._version, target.data_ptr()) == (counter, address)
+    weights[3] = -1
+    engine.push({"w": weights}, 3)
+    with pytest.raises(VersionGap, match="or replaced them"):
+        engine.pull({"w": target}, 3)
+    assert engine.version == -1 and target.eq(7.0).all()
+    engine.push({"w": weights}, 4, full=True)
+    engine.pull({"w": target}, 4)
+    assert same_bits({"w": weights}, {"w": target})
+
+
+def test_names_in_any_order_on_either_side() -> None:
+    """In full payloads, deltas and targets: names tell tensors apart, not places."""
+    pair = Pair()
+    pair.weights |= {"c": torch.zeros(8, dtype=torch.bfloat16), "d": torch.ones(1000)}
+    pair.copy = empty_like(pair.weights)
+    orders = [list(order) for order in islice(permutations(pair.weights), 24)]
+    for version, (push, pull) in enumerate(zip(orders, reversed(orders), strict=True), 1):
+        for seed, tensor in enumerate(pair.weights.values()):
+            change(tensor, 100 * version + seed)
+        pair.sender.push({name: pair.weights[name] for name in push}, version, full=version % 7 == 0)
+        pair.receiver.pull({name: pair.copy[name] for name in pull}, version)
+        assert same_bits(pair.weights, pair.copy), (version, push, pull)
 
 
 def test_writing_to_other_tensors_and_reading_disturbs_nothing() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 from torch import Tensor
 
 from dte_dist import DeltaTracker, Payload, reconstruct_against_base
+from dte_dist.codec.named_tensors import read_payload
 from dte_dist.kernels import cpu
 from dte_dist.tensors.flat import BITS
 from tests.unit.detect.snapshots import Failing
@@ -209,3 +212,44 @@ def test_what_is_sent_whole_is_what_is_known(own: torch.dtype, wire: torch.dtype
         .tensors.keys()
         .isdisjoint({*weights, *(f"{name}@delta_idx" for name in weights)})
     )
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("wire", [None, {"c": torch.bfloat16}])
+def test_tensors_in_another_order_are_the_same_tensors(
+    full: bool, wire: dict[str, torch.dtype] | None
+) -> None:
+    """Of one width, of several, and of other sizes: names tell tensors apart, not places."""
+    make = torch.Generator().manual_seed(7)
+    shapes = {"a": (40,), "b": (40,), "c": (3, 50), "d": (7,), "e": (0,)}
+    weights = {name: torch.rand(shape, generator=make) for name, shape in shapes.items()}
+    weights["f"] = weights["a"].to(torch.bfloat16)
+    copy = {name: tensor.to((wire or {}).get(name, tensor.dtype)) for name, tensor in weights.items()}
+    tracker = DeltaTracker()
+    for version, names in enumerate(permutations(weights), 1):
+        if version > 60:
+            break
+        for tensor in weights.values():
+            tensor[: version % 5] += 1
+        order = {name: weights[name] for name in names}
+        payload = tracker.diff(order, version, full=full and version % 3 == 0, wire=wire)
+        tracker.commit()
+        for change in read_payload(payload):
+            if change.positions is None:
+                copy[change.name] = change.values.clone()
+            else:
+                copy[change.name].view(-1)[change.positions.long()] = change.values
+        for name, tensor in weights.items():
+            assert torch.equal(bits(copy[name]), bits(tensor.to(copy[name].dtype))), (version, name)
+
+
+def test_tensors_of_a_payload_come_in_the_order_of_widths_then_of_the_first_diff() -> None:
+    """Also where the first tensor of a width is empty."""
+    weights = {"e": torch.zeros(0), "h": torch.zeros(9, dtype=torch.bfloat16), "f": torch.zeros(9)}
+    tracker = DeltaTracker()
+    tracker.diff(weights, 1)
+    tracker.commit()
+    for tensor in weights.values():
+        tensor.add_(1)
+    names = [change.name for change in read_payload(tracker.diff(weights, 2))]
+    assert names == ["f", "h"]
