@@ -27,6 +27,7 @@ from typing import Literal
 from dte_dist.codec.header import NONE
 from dte_dist.codec.named_tensors import Change, Payload, check_version, read_payload
 from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
+from dte_dist.layout import LiveTensors
 from dte_dist.layout.named import Slots, refuse_difference
 from dte_dist.plan import Plan
 from dte_dist.sync.named_sides import Given, Incoming, PlannedTensors, WholeTensors
@@ -228,7 +229,11 @@ class DeltaEngine:
             >>> copy
             tensor([1., 1., 1.])
         """
-        self.commit_live_apply(self.decode_for_live_apply(version), targets)
+        with self._telling():
+            local, incoming = self._side.targets(targets)
+        arrived = self.decode_for_live_apply(version)
+        # Asked again: whoever uses the targets while this rank waits may give one other memory.
+        self._apply(arrived, local.again(), incoming)
 
     def decode_for_live_apply(self, version: int) -> Arrived:
         """Wait for a version and check it, while the targets are in use: nothing is written.
@@ -287,9 +292,13 @@ class DeltaEngine:
             >>> copy
             tensor([1., 1., 1.])
         """
+        local, incoming = self._side.targets(targets)
+        self._apply(arrived, local, incoming)
+
+    def _apply(self, arrived: Arrived, local: LiveTensors, incoming: Incoming) -> None:
+        """Check what arrived against these targets, and write it into place."""
         for payload, _ in arrived.parts:
             self._check_chain(payload)
-        local, incoming = self._side.targets(targets)
         is_full = all(payload.full for payload, _ in arrived.parts)
         if not is_full:
             held: Slots = {} if self._incoming is None else self._incoming.slots

@@ -73,6 +73,10 @@ class LiveTensors:
             [tensor.dtype for tensor in tensors],
         )
 
+    def again(self) -> LiveTensors:
+        """Return the same tensors, asked anew; there are no stand-ins among them."""
+        return replace(LiveTensors.of(self.tensors), device=self.device, twins=self.twins)
+
     def some(self, indices: np.ndarray) -> LiveTensors:
         """Return some of them, by their indices, without asking them again."""
         if len(indices) == len(self.tensors) and (indices == np.arange(len(indices))).all():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dte_dist import DeltaEngine, Payload, PeerLost, ProcessGroupTransport
+from dte_dist import DeltaEngine, Layout, Payload, PeerLost, ProcessGroupTransport
 from dte_dist.codec import payload_bytes as packing
 from dte_dist.codec.payload_bytes import Packed
 from dte_dist.transport import meeting
@@ -98,18 +98,29 @@ def before_the_transport(rank: int, world: int) -> list[tuple[str, str]]:
     engine = DeltaEngine(transport, timeout=PATIENCE)
     weights = {"w": torch.arange(50.0) if rank == 0 else torch.zeros(50)}
 
-    def both(version: Any, tensors: Any = None, asked: Any = None) -> None:
+    def both(version: Any, tensors: Any = None, asked: Any = None, targets: Any = None) -> None:
         if rank == 0:
             engine.push(weights if tensors is None else tensors, version)
         else:
-            engine.pull(weights, version if asked is None else asked)
+            engine.pull(
+                weights if targets is None or rank != 2 else targets, version if asked is None else asked
+            )
 
     both(1)
     wrong = {"w": torch.zeros(50, dtype=torch.complex128)}
+    memory = torch.zeros(60)
+    targets: list[Any] = [
+        wrong,
+        [("w", weights["w"]), ("w", weights["w"])],
+        {"w": 3},
+        Layout.from_tensors(weights),
+        {"w": memory[:50], "b": memory[10:]},
+    ]
     errors = [
         caught(lambda: both(1)),
         caught(lambda: both(2, wrong)),
         caught(lambda: both(2, asked="2" if rank == 2 else 2)),
+        *[caught(lambda given=given: both(2, targets=given)) for given in targets],
     ]
     if rank == 0:
         weights["w"][3] += 1
@@ -122,7 +133,9 @@ def before_the_transport(rank: int, world: int) -> list[tuple[str, str]]:
 
 def test_an_error_before_the_transport_is_asked_reaches_those_who_wait(ranks: Ranks) -> None:
     errors = same(ranks.run(before_the_transport, seconds=60))
-    assert [kind for kind, _ in errors] == ["VersionReplay", "LayoutMismatch", "ValueError"], errors
+    pushed = ["VersionReplay", "LayoutMismatch"]
+    pulled = ["ValueError", "LayoutMismatch", "LayoutMismatch", "ValueError", "ValueError", "LayoutMismatch"]
+    assert [kind for kind, _ in errors] == pushed + pulled, errors
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
