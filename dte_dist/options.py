@@ -112,6 +112,15 @@ def _every(name: str, what: str) -> Callable[[Any], Any]:
     return form
 
 
+def _function(name: str, what: str) -> Callable[[Any], Any]:
+    def form(value: Any) -> Any:
+        if value is not None and not callable(value):
+            raise ValueError(f"{name} must be a function {what}, or None, got {value!r:.250}")
+        return value
+
+    return form
+
+
 def _version(value: Any) -> Any:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_int and 1 <= value < 1 << 62):
@@ -200,7 +209,9 @@ class SyncOptions(TypedDict, total=False):
     mode: Annotated[
         Literal["delta", "full"], _Option("delta", _one_of("mode", "delta", "full"), each_call=True)
     ]
-    detector: Annotated[Detector | None, _Option(each_call=True)]
+    detector: Annotated[
+        Detector | None, _Option(form=_function("detector", "of live and known bits"), each_call=True)
+    ]
     route: Annotated[RouteOption, _Option("broadcast", _one_of("route", *ROUTES, AUTO), each_call=True)]
     codec: Annotated[str, _Option("auto", _codec, each_call=True)]
     sparse_bytes_ratio: Annotated[float, _Option(1.0, _bytes_ratio, each_call=True)]
@@ -211,7 +222,7 @@ class SyncOptions(TypedDict, total=False):
     timeout: Annotated[timedelta | float, _Option(TIMEOUT, _timeout, shared=True)]
     wire_dtype: Annotated[WireDtype | None, _Option(form=_wire_dtype)]
     select: Annotated[Select, _Option(form=_patterns)]
-    rename: Annotated[Rename, _Option()]
+    rename: Annotated[Rename, _Option(form=_function("rename", "from name to name"))]
     into: Annotated[Module | None, _Option(form=_into)]
     name: Annotated[str | None, _Option(form=_name, shared=True)]
 
@@ -324,8 +335,8 @@ def group_ranks(
 def _numbers(ranks: Any) -> list[int]:
     if isinstance(ranks, DeviceMesh):
         return [int(rank) for rank in ranks.mesh.flatten().tolist()]
-    named = [ranks] if isinstance(ranks, int) else list(ranks)
-    if not all(isinstance(rank, int) for rank in named):
+    named = list(ranks) if isinstance(ranks, Iterable) else [ranks]
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in named):
         raise ValueError(f"sources are one rank, several, or a DeviceMesh, got {ranks!r}")
     return named
 

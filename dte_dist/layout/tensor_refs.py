@@ -107,6 +107,8 @@ def refs_of_shards(shards: Iterable[tuple[str, Tensor, ShardSpec]]) -> list[Tens
 def refs_of_views(views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]]) -> list[TensorRef]:
     """Return the tensor references of local tensors that are named regions of slots.
 
+    An empty region that comes twice counts once.
+
     Raises:
         LayoutMismatch: a region leaves its slot, or the regions of a slot overlap or disagree on its full
             shape.
@@ -121,7 +123,12 @@ def refs_of_views(views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int
                 raise ValueError(f"a view is (name, local_view, full_shape, offsets), not {_shown(item)}")
     for name, refs in by_name.items():
         _refuse_conflicts(name, refs)
-    return [ref for refs in by_name.values() for ref in refs]
+    return [ref for refs in by_name.values() for ref in _distinct(refs)]
+
+
+def _distinct(refs: Sequence[TensorRef]) -> list[TensorRef]:
+    """Return the tensor references of a slot without those of empty regions that are there already."""
+    return list({ref.order: ref for ref in reversed(refs)}.values())[::-1]
 
 
 def _pair(item: Any) -> tuple[str, Any]:

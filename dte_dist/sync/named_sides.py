@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dte_dist.codec.named_tensors import Change, Payload, flat_bits
+from dte_dist.codec.named_tensors import Change, Payload, flat_bits, refuse_reserved
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block, Layout, LiveTensors, one_device
 from dte_dist.layout.named import NamedTensors, Slots, named, slots_of
@@ -203,6 +203,7 @@ class PlannedTensors:
     def __init__(self, plan: Plan, rank: int) -> None:
         plan.validate()
         plan.refuse_other_ops()
+        refuse_reserved(slot.name for slot in plan.slots)
         self._plan = plan
         self._rank = rank
         self._digest = plan.digest()

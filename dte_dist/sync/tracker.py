@@ -69,7 +69,8 @@ class DeltaTracker:
 
     @property
     def version(self) -> int:
-        """The version committed last; -1 if there is none.
+        """The version committed last, from which the next delta starts; -1 if there is none, or its bits are
+        not kept any more, as after a full `diff`: the next payload is full then.
 
         Example:
             >>> tracker = dte_dist.DeltaTracker()

@@ -12,7 +12,7 @@ from torch import nn
 
 from dte_dist.layout import Layout
 from dte_dist.options import differences as differing
-from dte_dist.options import layout_of, options_of, shared, wire_types
+from dte_dist.options import SyncOptions, group_ranks, layout_of, options_of, shared, wire_types
 
 
 def differences(name: str, one: Any, other: Any) -> list[str]:
@@ -243,3 +243,38 @@ def test_names_are_chosen_where_a_layout_is_built_not_where_it_is_used(options: 
 def test_a_module_is_selected_and_renamed() -> None:
     options = options_of(select=["weight"], rename=lambda name: f"layer.{name}")
     assert [entry.name for entry in layout_of(nn.Linear(2, 2), options).manifest.entries] == ["layer.weight"]
+
+
+ODD: list[Any] = [
+    *(-1, True, 1.5, float("nan"), 1 << 70),
+    *("odd", "", b"odd"),
+    *(["w", 3], {"w": 3}, {3: "w"}, object(), torch.zeros(2)),
+]
+
+
+class Group:
+    """As much of a group as `group_ranks` asks for."""
+
+    def size(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("name", SyncOptions.__annotations__)
+@pytest.mark.parametrize("value", ODD, ids=lambda value: f"{value!r:.20}")
+def test_a_value_that_makes_no_sense_is_a_value_error_on_whatever_rank(name: str, value: Any) -> None:
+    """Whether or not the rank has a use for the option; no other error, and none that comes later."""
+    try:
+        options = options_of(**{name: value})
+        sources = group_ranks(None, options["group_src"], Group())  # type: ignore[arg-type]
+        layout = layout_of(nn.Linear(2, 2), options)
+        wire_types(options["wire_dtype"], layout.manifest)
+    except ValueError:
+        return
+    fine = {
+        "group_src": lambda: sources in ((3,), None),
+        "anchor_interval": lambda: value == 1 << 70,
+        "verify_interval": lambda: value == 1 << 70,
+        "timeout": lambda: value == 1.5,
+        "name": lambda: value == "odd",
+    }
+    assert name in fine and fine[name](), f"{name}={value!r} was taken"

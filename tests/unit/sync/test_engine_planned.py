@@ -414,3 +414,22 @@ def test_each_sender_has_its_own_lineage() -> None:
     sources[1][0][1][1] += 1
     job.both(3)
     assert same_bits(whole(copies, (8, 6)), torch.cat([view[0][1] for view in sources]))
+
+
+@pytest.mark.parametrize("name", [HEADER, f"w{INDEX}", f"w{VALUE}"])
+def test_names_that_mean_something_else_in_a_payload_are_refused(name: str) -> None:
+    with pytest.raises(LayoutMismatch, match="reserved"):
+        Job([[(name, torch.ones(4), (4,), (0,))]], [[(name, torch.zeros(4), (4,), (0,))]])
+
+
+def test_an_empty_region_may_come_twice() -> None:
+    """As two ranks' worth of padding does, on either side."""
+    full, copy = torch.rand(4, 3), torch.zeros(4, 3)
+    nothing = ("w", torch.zeros(0, 3), (4, 3), (4, 0))
+    job = Job(
+        [[nothing, ("w", full, (4, 3), (0, 0)), nothing]], [[("w", copy, (4, 3), (0, 0)), nothing, nothing]]
+    )
+    for version in (1, 2):
+        job.both(version)
+        assert same_bits(full, copy)
+        full[version] += 1
