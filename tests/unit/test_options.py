@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dte_dist.layout import Layout
-from dte_dist.options import differences as differing
 from dte_dist.options import SyncOptions, group_ranks, layout_of, options_of, shared, wire_types
+from dte_dist.options import differences as differing
 
 
 def differences(name: str, one: Any, other: Any) -> list[str]:
