@@ -56,9 +56,9 @@ class BitPlaneParams(NamedTuple):
 
     Attributes:
         shift: low bits that are written as they are.
-        spread: 1 more than the low bits of the positions of the far ones, which have other bits than these; 0
-            if these are a plane.
-        far: how many are far.
+        outlier_index_bits: 1 more than the low bits of the positions of the outliers, which are the values
+            that have other bits than these; 0 if these positions are a plane.
+        outliers: how many there are.
         unary: bits of the plane in which the lengths of their other bits are written in unary.
     """
 

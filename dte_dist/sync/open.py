@@ -206,10 +206,10 @@ class _Opening:
         device = mine.devices[0] if mine.devices else None
         gather = self._wire("gather", agreement.backend, sorted(agreement.sources), device)
         ends = sorted({agreement.root, *agreement.receivers})
-        lineage = self._wire("lineage", agreement.backend, ends, device)
+        stream = self._wire("stream", agreement.backend, ends, device)
         if agreement.backend == "gloo":
-            return gather, lineage, self.wires[0]
-        return gather, lineage, self._wire("pairs", agreement.backend, range(self.membership.size), device)
+            return gather, stream, self.wires[0]
+        return gather, stream, self._wire("pairs", agreement.backend, range(self.membership.size), device)
 
     def _build(
         self, agreement: Agreement, mine: Described, module: Model, target: Model, groups: _Groups
@@ -218,7 +218,7 @@ class _Opening:
         rank = self.membership.rank
         root = agreement.root
         model = agreement.model
-        gather, lineage, pairs = groups
+        gather, stream, pairs = groups
         totals = {
             source: {width: space.numel for width, space in spaces.items()}
             for source, spaces in model.source_spaces.items()
@@ -229,7 +229,7 @@ class _Opening:
         self._warm({width for spaces in model.source_spaces.values() for width in spaces})
         speed = LinkSpeed()
         relay = BucketedBroadcast(
-            gather, lineage, rank=rank, root=root, bucket_bytes=self.options["bucket_bytes"], speed=speed
+            gather, stream, rank=rank, root=root, bucket_bytes=self.options["bucket_bytes"], speed=speed
         )
         exchange = PairwiseExchange(pairs, rank=rank, sources=agreement.sources)
         routes = Routes(

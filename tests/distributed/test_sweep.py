@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import os
 import random
-from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import dte_dist
-from dte_dist.codec.index_codecs import INDEX_CODECS
-from dte_dist.codec.value_codecs import VALUE_CODECS
 from tests.distributed.cases import Case, local_tensor, make_case, same_bits
 from tests.distributed.launcher import Ranks
+from tests.unit.codec.pairs import PAIRS
 
 pytestmark = pytest.mark.slow
 
 WORLD, CASES, BATCH = 8, 400, 50
-PAIRS = [
-    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
-]
 CODECS = ["auto", "fast", "small", *PAIRS]
 
 

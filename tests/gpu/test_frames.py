@@ -22,12 +22,11 @@ from dte_dist.kernels import torch as torch_kernels
 from dte_dist.layout import Block
 from dte_dist.tensors.flat import BITS, FlatTensors
 from tests.gpu.device import DEVICE, build, content, random_bits, recipes, same_bits, settle, tier
+from tests.unit.codec.pairs import EACH
 
 pytestmark = tier
 widths = pytest.mark.parametrize("width", [1, 2, 4, 8])
-codecs = pytest.mark.parametrize(
-    "codec", ["fast", "small", "u16+ulp", "ef+planes", "bitmap+ulp", "i32+planes", "dense+planes"]
-)
+codecs = pytest.mark.parametrize("codec", ["fast", "small", *EACH])
 densities = pytest.mark.parametrize("density", [0.00005, 0.01, 0.3, 1.0])
 LENGTH = 150_000
 

@@ -23,6 +23,7 @@ from dte_dist import Layout
 from tests.distributed.cases import Case, Held, make_case
 from tests.distributed.launcher import Ranks
 from tests.gpu.device import DEVICE, begin, random_bits, same_bits, settle, tier
+from tests.unit.codec.pairs import PAIRS
 
 pytestmark = tier
 WORLD, TIMEOUT = 4, 60.0
@@ -131,9 +132,7 @@ def sweep(
     faults = []
     for seed in seeds:
         case = make_case(seed, world, most=world // 2)
-        case.codec = random.Random(seed).choice(
-            ("fast", "small", "auto", "ef+planes", "u16+ulp", "bitmap+ulp", "dense+planes")
-        )
+        case.codec = random.Random(seed).choice(["fast", "small", "auto", *PAIRS])
         group = dist.new_group(case.group)
         case.group_src = [sorted(case.group).index(source) for source in case.sources]
         if rank in case.group:

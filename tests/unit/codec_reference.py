@@ -77,10 +77,10 @@ def planes(values: np.ndarray, width: int, shift: int, spread: int) -> tuple[byt
         text = f"{value:b}"
         lengths += "0" * (len(text) - 1) + "1"
         bits += text[:0:-1]
-    lineage = words(values < 0) + low_bits(magnitude, shift)
-    lineage += words(high > 0) if spread < 0 else ef(far, len(values), spread)
+    stream = words(values < 0) + low_bits(magnitude, shift)
+    stream += words(high > 0) if spread < 0 else ef(far, len(values), spread)
     return (
-        lineage + b"".join(words(np.array(list(text), int)) for text in (lengths, bits)),
+        stream + b"".join(words(np.array(list(text), int)) for text in (lengths, bits)),
         len(far),
         len(lengths),
     )

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -135,11 +136,23 @@ def test_each_word_of_the_glossary_stands_once_and_in_order() -> None:
     assert plain == sorted(set(plain))
 
 
+HINTS = get_type_hints(SyncOptions, include_extras=True)
+OPTIONS_OF_README = (ROOT.parent / "README.md").read_text().split("\n## Options")[1].split("\n## ")[0]
+
+
 @pytest.mark.parametrize("option", SyncOptions.__annotations__)
 def test_each_option_is_described_where_users_look(option: str) -> None:
-    readme = (ROOT.parent / "README.md").read_text().split("\n## Options")[1].split("\n## ")[0]
-    assert re.search(rf"^        {option}: ", str(delta_broadcast.__doc__), re.MULTILINE)
-    assert re.search(rf"^\|.*`{option}`.* \|", readme, re.MULTILINE)
+    described = re.search(rf"^        {option}: ", str(delta_broadcast.__doc__), re.MULTILINE)
+    assert described, f"the docstring of delta_broadcast does not describe {option}"
+    in_table = re.search(rf"^\|.*`{option}`.* \|", OPTIONS_OF_README, re.MULTILINE)
+    assert in_table, f"the table of README's \"Options\" has no row with {option}"
+
+
+def test_the_readme_says_which_options_each_call_may_give_anew() -> None:
+    said = re.search(r"all but (.*?) stay the same", OPTIONS_OF_README, re.DOTALL)
+    assert said, "README's \"Options\" does not begin with \"all but ... stay the same\""
+    anew = {name for name, hint in HINTS.items() if hint.__metadata__[0].each_call}
+    assert set(re.findall(r"`(\w+)`", said[1])) == anew | {"async_op"}
 
 
 DOCUMENTS = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]

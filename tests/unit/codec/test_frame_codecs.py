@@ -19,17 +19,13 @@ from torch import Tensor
 from dte_dist import kernels
 from dte_dist.codec import CodecSelector, FrameHead, FrameWriter, Segment, dense_size, read_frame
 from dte_dist.codec.header import ENTRY, HEAD
-from dte_dist.codec.index_codecs import INDEX_CODECS
-from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.errors import FrameError, VersionError
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS
+from tests.unit.codec.pairs import PAIRS
 from tests.unit.codec.test_frame import HOSTILE, seal
 
-PAIRS = [
-    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
-]
 CHOICES = [*PAIRS, "fast", "small", "auto"]
 HEAD_OF = FrameHead(
     schema=5, lineage=6, base=7, version=8, source=3, number=1, count=4, width=2, first=0, length=1 << 20
@@ -273,7 +269,7 @@ def test_positions_of_u16_may_be_left_as_they_are(kernel: None) -> None:
     assert len(left) == sum(pair.startswith("u16") for pair in PAIRS)
     memory = frame.untyped_storage().data_ptr()
     assert all(
-        lineage.dtype == torch.uint8 and lineage.untyped_storage().data_ptr() == memory for lineage in left
+        stream.dtype == torch.uint8 and stream.untyped_storage().data_ptr() == memory for stream in left
     )
 
 

@@ -29,9 +29,11 @@ from dte_dist.codec import (
     read_head,
 )
 from dte_dist.codec.header import CHECKSUM_WORD
+from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.kernels import cpu
 from dte_dist.kernels import torch as torch_kernels
 from dte_dist.tensors.flat import BITS
+from tests.unit.codec.pairs import EACH
 from tests.unit.fuzzing import damage_bytes, limited_memory, refuses_or_is_harmless
 
 CPU = torch.device("cpu")
@@ -48,17 +50,7 @@ HEAD_OF = FrameHead(
     schema=5, lineage=6, base=7, version=8, source=3, number=1, count=4, width=2, first=1000, length=200_000
 )
 
-CODECS = [
-    "fast",
-    "small",
-    "i32+raw",
-    "u16+ulp",
-    "ef+planes",
-    "bitmap+ulp",
-    "again+planes",
-    "dense+planes",
-    "ef+raw",
-]
+CODECS = ["fast", "small", *EACH]
 
 
 class Case:
@@ -134,12 +126,15 @@ def said(segments: list[Segment]) -> list[Any]:
     ]
 
 
+DISTANCES = {codec.name for codec in VALUE_CODECS.values() if codec.relative}
+
+
 @cache
 def cases() -> list[Case]:
     found = []
     for seed, codec in enumerate(CODECS):
         for width in (1, 2, 4, 8):
-            if width < 8 or codec.split("+")[-1] not in ("ulp", "planes"):
+            if width < 8 or codec.split("+")[-1] not in DISTANCES:
                 found.append(Case(codec, width, seed))
     return found
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dte_dist.codec.index_codecs import AGAIN, DENSE, EF, INDEX_CODECS
-from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.errors import FrameError
 from tests.unit.kernels.test_index_codecs import segments
 
@@ -25,11 +24,6 @@ sparse = pytest.mark.parametrize("codec", SPARSE, ids=lambda codec: codec.name)
 def test_numbers_are_those_of_the_tables() -> None:
     names = {0: "dense", 1: "i32", 2: "u16", 3: "ef", 4: "bitmap", 5: "again"}
     assert {number: codec.name for number, codec in INDEX_CODECS.items()} == names
-    assert {number: codec.name for number, codec in VALUE_CODECS.items()} == {
-        0: "raw",
-        1: "ulp",
-        3: "planes",
-    }
 
 
 @sparse
@@ -37,10 +31,10 @@ def test_numbers_are_those_of_the_tables() -> None:
 @given(segments())
 def test_positions_come_back(codec, segment) -> None:
     positions, length = segment
-    lineage, low = codec.encode(torch.from_numpy(positions), length)
-    assert lineage.dtype == torch.uint8
-    assert len(lineage) == codec.size(len(positions), length)
-    decoded, sound = codec.decode(lineage, len(positions), length, low)
+    stream, low = codec.encode(torch.from_numpy(positions), length)
+    assert stream.dtype == torch.uint8
+    assert len(stream) == codec.size(len(positions), length)
+    decoded, sound = codec.decode(stream, len(positions), length, low)
     assert sound
     assert np.array_equal(decoded.numpy(), positions)
 
@@ -48,9 +42,9 @@ def test_positions_come_back(codec, segment) -> None:
 @sparse
 def test_encoding_copies(codec) -> None:
     positions = torch.tensor([1, 2], dtype=torch.int32)
-    lineage, low = codec.encode(positions, 9)
+    stream, low = codec.encode(positions, 9)
     positions.zero_()
-    assert codec.decode(lineage, 2, 9, low)[0].tolist() == [1, 2]
+    assert codec.decode(stream, 2, 9, low)[0].tolist() == [1, 2]
 
 
 @sparse
@@ -66,20 +60,20 @@ def test_unsound_positions_are_refused(codec, segment, data: st.DataObject) -> N
     values = (positions[place - 1], -1, -(2**31), length) if codec.name == "i32" else (positions[place - 1],)
     for broken[place] in values:
         try:
-            lineage, low = codec.encode(torch.from_numpy(broken), length)
+            stream, low = codec.encode(torch.from_numpy(broken), length)
         except ValueError:
             continue
-        assert not codec.decode(lineage, len(broken), length, low)[1]
+        assert not codec.decode(stream, len(broken), length, low)[1]
 
 
 @sparse
 def test_wrong_sizes_are_refused(codec) -> None:
-    lineage, low = codec.encode(torch.tensor([1, 2], dtype=torch.int32), 9)
-    for wrong in (lineage[:-4], lineage[:0], torch.cat([lineage, lineage])):
+    stream, low = codec.encode(torch.tensor([1, 2], dtype=torch.int32), 9)
+    for wrong in (stream[:-4], stream[:0], torch.cat([stream, stream])):
         with pytest.raises(FrameError, match="wrong size"):
             codec.decode(wrong, 2, 9, low)
     with pytest.raises(FrameError, match="low bits"):
-        codec.decode(lineage, 2, 9, 25)
+        codec.decode(stream, 2, 9, 25)
 
 
 def test_dense() -> None:
@@ -87,9 +81,9 @@ def test_dense() -> None:
     assert DENSE.size(5, 5) == len(DENSE.encode(torch.arange(5, dtype=torch.int32), 5)[0]) == 0
     assert DENSE.decode(empty, 5, 5, 0) == (None, True)
     assert DENSE.decode(empty, 4, 5, 0) == (None, False)
-    for lineage, low in ((torch.zeros(1, dtype=torch.uint8), 0), (empty, 1)):
+    for stream, low in ((torch.zeros(1, dtype=torch.uint8), 0), (empty, 1)):
         with pytest.raises(FrameError):
-            DENSE.decode(lineage, 5, 5, low)
+            DENSE.decode(stream, 5, 5, low)
 
 
 def test_elias_fano_needs_half_a_bit_more_than_the_entropy() -> None:

@@ -33,10 +33,10 @@ def test_positions_come_back(step: tuple[np.ndarray, np.ndarray, int]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             use(kind, patch)
             codec = Again(known, now)
-            lineage, low = codec.encode(now, length)
-            assert lineage.numpy().tobytes() == reference.again(previous, positions, length, low)
-            assert codec.size(len(now), length) == len(lineage)
-            decoded, sound = Again(known).decode(lineage, len(now), length, low)
+            stream, low = codec.encode(now, length)
+            assert stream.numpy().tobytes() == reference.again(previous, positions, length, low)
+            assert codec.size(len(now), length) == len(stream)
+            decoded, sound = Again(known).decode(stream, len(now), length, low)
             assert bool(sound) and torch.equal(decoded, now)
             assert (codec.number, codec.name) == (AGAIN.number, AGAIN.name) == (5, "again") and INDEX_CODECS[
                 5
@@ -67,12 +67,12 @@ def test_damaged_streams(step: tuple[np.ndarray, np.ndarray, int], data: st.Data
     known, now = torch.from_numpy(previous), torch.from_numpy(positions)
     if not len(known) or not len(now):
         return
-    lineage, low = Again(known, now).encode(now, length)
+    stream, low = Again(known, now).encode(now, length)
     for place, value in data.draw(
         st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), max_size=4)
     ):
-        lineage[place % len(lineage)] = value
-    lineage = lineage[: len(lineage) - data.draw(st.sampled_from([0, 0, 0, 1, 8]))]
+        stream[place % len(stream)] = value
+    stream = stream[: len(stream) - data.draw(st.sampled_from([0, 0, 0, 1, 8]))]
     count = max(1, len(now) + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
     low = data.draw(st.sampled_from([low, low, low, low + 1, 0, 25]))
     known = known[: max(1, len(known) - data.draw(st.sampled_from([0, 0, 0, 1])))]  # not the same history
@@ -81,7 +81,7 @@ def test_damaged_streams(step: tuple[np.ndarray, np.ndarray, int], data: st.Data
         with pytest.MonkeyPatch.context() as patch:
             use(kind, patch)
             try:
-                decoded, sound = Again(known).decode(lineage, count, length, low)
+                decoded, sound = Again(known).decode(stream, count, length, low)
             except FrameError:
                 found.append(None)
                 continue
@@ -119,27 +119,27 @@ def test_any_bytes(kind: str, size: int) -> None:
 
 def test_hostile_streams(kind: str) -> None:
     known, now = (torch.tensor(values, dtype=torch.int32) for values in ([1, 5, 9], [1, 4, 9, 11]))
-    lineage, low = Again(known, now).encode(now, 20)
-    assert Again(known).decode(lineage, 4, 20, low)[0].tolist() == [1, 4, 9, 11]
+    stream, low = Again(known, now).encode(now, 20)
+    assert Again(known).decode(stream, 4, 20, low)[0].tolist() == [1, 4, 9, 11]
     wrong = {
-        "short": (lineage[:-8], 4, low),
-        "long": (torch.cat([lineage, lineage]), 4, low),
-        "empty": (lineage[:0], 4, low),
-        "no plane": (lineage[:7], 4, low),
-        "more": (lineage, 60, low),
-        "fewer than again": (lineage, 1, low),
-        "low": (lineage, 4, 25),
+        "short": (stream[:-8], 4, low),
+        "long": (torch.cat([stream, stream]), 4, low),
+        "empty": (stream[:0], 4, low),
+        "no plane": (stream[:7], 4, low),
+        "more": (stream, 60, low),
+        "fewer than again": (stream, 1, low),
+        "low": (stream, 4, 25),
     }
     for name, (stream_, count, low_) in wrong.items():
         with pytest.raises(FrameError):
             Again(known).decode(stream_, count, 20, low_)
             pytest.fail(name)
-    beyond = lineage.clone()
+    beyond = stream.clone()
     beyond[7] = 0x80
     with pytest.raises(FrameError, match="others"):
         Again(known).decode(beyond, 4, 20, low)
-    assert not bool(Again(known).decode(lineage, 4, 11, low)[1])  # 11 is beyond the segment
-    twice = torch.cat([lineage[:8], EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[0]])
+    assert not bool(Again(known).decode(stream, 4, 11, low)[1])  # 11 is beyond the segment
+    twice = torch.cat([stream[:8], EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[0]])
     assert not bool(
         Again(known).decode(twice, 4, 20, EF.encode(torch.tensor([4, 9], dtype=torch.int32), 20)[1])[1]
     )

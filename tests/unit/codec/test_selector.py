@@ -9,12 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dte_dist.codec import FAST, CodecSelector
+from dte_dist.codec import FAST, CodecSelector, selector
 from dte_dist.codec.index_codecs import AGAIN, DENSE, INDEX_CODECS
 from dte_dist.codec.value_codecs import RAW, ULP, VALUE_CODECS, Values
+from tests.unit.codec.pairs import PAIRS
 from tests.unit.kernels.test_index_codecs import some_distances, wide
 
 GIB = float(1 << 30)
+
+
+def test_each_codec_has_its_seconds() -> None:
+    """What has none cannot be weighed: "auto" would raise in the middle of a sync."""
+    values = set(VALUE_CODECS.values())
+    assert selector._SECONDS.keys() == {*INDEX_CODECS.values(), *values} - {DENSE}
+    assert selector._DENSE_SECONDS.keys() == values
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_fast_takes_what_is_cheap_to_code(length: int, count: int) -> None:
 
 @pytest.mark.parametrize(
     "pair",
-    [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())],
+    PAIRS,
 )
 def test_a_pair_is_taken_as_long_as_it_is_smaller_than_all_elements(pair: str) -> None:
     selector = CodecSelector(pair)

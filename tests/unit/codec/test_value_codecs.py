@@ -19,19 +19,24 @@ RELATIVE = [codec for codec in VALUE_CODECS.values() if codec.relative]
 relative = pytest.mark.parametrize("codec", RELATIVE, ids=lambda codec: codec.name)
 
 
+def test_numbers_are_those_of_the_table() -> None:
+    names = {0: "raw", 1: "ulp", 3: "planes"}  # 2 was given up
+    assert {number: codec.name for number, codec in VALUE_CODECS.items()} == names
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_raw(width: int) -> None:
     """Every bit pattern comes back, NaNs of all kinds among them."""
     data = np.random.default_rng(0).integers(0, 256, 512 * width, np.uint8)
     data[: 2 * width] = 0xFF
     bits = torch.from_numpy(data).view(BITS[width])
-    lineage, terms = RAW.encode(Values(bits, False, width))
-    assert len(lineage) == RAW.size(Values(bits, False, width)) == 512 * width and terms == BitPlaneParams()
-    decoded, sound = RAW.decode(lineage, 512, BITS[width], terms)
+    stream, terms = RAW.encode(Values(bits, False, width))
+    assert len(stream) == RAW.size(Values(bits, False, width)) == 512 * width and terms == BitPlaneParams()
+    decoded, sound = RAW.decode(stream, 512, BITS[width], terms)
     assert sound
     assert torch.equal(decoded, bits)
     with pytest.raises(FrameError):
-        RAW.decode(lineage, 511, BITS[width], terms)
+        RAW.decode(stream, 511, BITS[width], terms)
 
 
 @relative
@@ -41,9 +46,9 @@ def test_raw(width: int) -> None:
 def test_distances_come_back(codec, width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
     size = codec.size(Values(wide(distances), True, width))
-    lineage, terms = codec.encode(Values(wide(distances), True, width))
-    assert codec.least(len(distances), width) <= len(lineage) == size
-    decoded, sound = codec.decode(lineage, len(distances), BITS[width], terms)
+    stream, terms = codec.encode(Values(wide(distances), True, width))
+    assert codec.least(len(distances), width) <= len(stream) == size
+    decoded, sound = codec.decode(stream, len(distances), BITS[width], terms)
     assert sound and torch.equal(decoded, as_bits(distances, width))
     zeros = data.draw(st.sampled_from([1, 7, 100]))
     more = np.concatenate([distances, np.zeros(zeros, np.int64)])
@@ -55,12 +60,12 @@ def test_distances_come_back(codec, width: int, data: st.DataObject) -> None:
 @relative
 def test_streams_of_distances_that_contradict_the_table(codec) -> None:
     distances = torch.tensor([1, -1, 2, 3, 400, -20_000, 0, 5], dtype=torch.int32)
-    lineage, terms = codec.encode(Values(distances.clone(), True, 2))
+    stream, terms = codec.encode(Values(distances.clone(), True, 2))
     wrong = [
-        (lineage[:-1], terms),
-        (lineage[:8], terms),
-        (torch.cat([lineage, lineage]), terms),
-        (lineage[:0], terms),
+        (stream[:-1], terms),
+        (stream[:8], terms),
+        (torch.cat([stream, stream]), terms),
+        (stream[:0], terms),
     ]
     for shift, spread, far, unary in (
         (16, 0, 0, 0),
@@ -72,7 +77,7 @@ def test_streams_of_distances_that_contradict_the_table(codec) -> None:
         (255, 0, 0, 0),
         (15, 0, 4, 5),
     ):
-        wrong.append((lineage, BitPlaneParams(shift, spread, far, unary)))
+        wrong.append((stream, BitPlaneParams(shift, spread, far, unary)))
     for stream_, terms_ in wrong:
         try:
             assert not codec.decode(stream_, len(distances), torch.int16, terms_)[1]

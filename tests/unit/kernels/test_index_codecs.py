@@ -115,14 +115,14 @@ def wide(distances: np.ndarray) -> Tensor:
 @given(segments(), st.integers(0, 24))
 def test_positions(kernel: ModuleType, segment: tuple[np.ndarray, int], low: int) -> None:
     positions, length = segment
-    lineage = kernel.encode_ef(torch.from_numpy(positions), length, low)
-    assert lineage.numpy().tobytes() == reference.ef(positions, length, low)
-    assert len(lineage) == ef_size(len(positions), length, low)
-    decoded, sound = kernel.decode_ef(lineage, len(positions), length, low)
+    stream = kernel.encode_ef(torch.from_numpy(positions), length, low)
+    assert stream.numpy().tobytes() == reference.ef(positions, length, low)
+    assert len(stream) == ef_size(len(positions), length, low)
+    decoded, sound = kernel.decode_ef(stream, len(positions), length, low)
     assert bool(sound) and decoded.dtype == torch.int32 and np.array_equal(decoded.numpy(), positions)
-    lineage = kernel.encode_bitmap(torch.from_numpy(positions), length)
-    assert lineage.numpy().tobytes() == reference.bitmap(positions, length)
-    decoded, sound = kernel.decode_bitmap(lineage, len(positions), length)
+    stream = kernel.encode_bitmap(torch.from_numpy(positions), length)
+    assert stream.numpy().tobytes() == reference.bitmap(positions, length)
+    decoded, sound = kernel.decode_bitmap(stream, len(positions), length)
     assert bool(sound) and decoded.dtype == torch.int32 and np.array_equal(decoded.numpy(), positions)
 
 
@@ -153,17 +153,17 @@ def test_damaged_positions(segment: tuple[np.ndarray, int], low: int, data: st.D
     """
     positions, length = segment
     for name, more in (("ef", (low,)), ("bitmap", ())):
-        lineage = getattr(torch_kernels, f"encode_{name}")(torch.from_numpy(positions), length, *more).clone()
+        stream = getattr(torch_kernels, f"encode_{name}")(torch.from_numpy(positions), length, *more).clone()
         for place, value in data.draw(
             st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)
         ):
-            if len(lineage):
-                lineage[place % len(lineage)] = value
+            if len(stream):
+                stream[place % len(stream)] = value
         count = max(0, len(positions) + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
-        if name == "ef" and ef_size(count, length, low) != len(lineage):
+        if name == "ef" and ef_size(count, length, low) != len(stream):
             continue
         first, second = (
-            getattr(kernel, f"decode_{name}")(lineage, count, length, *more)
+            getattr(kernel, f"decode_{name}")(stream, count, length, *more)
             for kernel in (cpu, torch_kernels)
         )
         assert bool(first[1]) == bool(second[1])
@@ -263,9 +263,9 @@ def test_planes(kernel: ModuleType, width: int, data: st.DataObject) -> None:
     if (shift, spread) == (best.shift, best.spread - 1):
         assert plan == best
     assert len(expected) >= best.size
-    lineage = kernel.encode_planes(kernel.measure(wide(distances)), width, plan)
-    assert lineage.numpy().tobytes() == expected
-    decoded, sound = kernel.decode_planes(lineage, len(distances), BITS[width], plan)
+    stream = kernel.encode_planes(kernel.measure(wide(distances)), width, plan)
+    assert stream.numpy().tobytes() == expected
+    decoded, sound = kernel.decode_planes(stream, len(distances), BITS[width], plan)
     assert bool(sound) and torch.equal(decoded, as_bits(distances, width))
 
 
@@ -294,13 +294,13 @@ def test_damaged_distances(width: int, data: st.DataObject) -> None:
     distances = data.draw(some_distances(width))
     count = len(distances)
     shift, spread = data.draw(st.sampled_from([(0, -1), (1, 2), (3, 0), (2, 24)]))
-    lineage, far, unary = reference.planes(distances, width, shift, spread)
-    damaged = torch.frombuffer(bytearray(lineage), dtype=torch.uint8)
+    stream, far, unary = reference.planes(distances, width, shift, spread)
+    damaged = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
     for place, value in data.draw(
         st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=4)
     ):
         damaged[place % len(damaged)] = value
-    plan = Planes(shift, spread + 1, far, unary, len(lineage))
+    plan = Planes(shift, spread + 1, far, unary, len(stream))
     first, second = (
         kernel.decode_planes(damaged, count, BITS[width], plan) for kernel in (cpu, torch_kernels)
     )

@@ -69,6 +69,7 @@ from pathlib import Path
 
 from dte_dist import kernels
 from dte_dist.kernels import cpu
+from tests.unit.codec.pairs import PAIRS
 
 kernels.precompile((1, 2, 4, 8))
 names = [path.stem for path in Path(cpu.__file__).parent.glob("*loops.py")]
@@ -78,7 +79,7 @@ before = {number: len(loop.signatures) for number, loop in loops.items()}
 
 from tests.unit.sync import test_source_codecs as syncs
 
-for codec in ("fast", "small", "i32+ulp", "bitmap+ulp", "dense+planes", "ef+raw"):
+for codec in ("fast", "small", *PAIRS):
     syncs.test_chains_of_deltas_are_bit_exact(codec, None)
     syncs.test_lanes_of_pairs(codec, slice(3, 17), None)
     syncs.test_a_detector_may_name_elements_that_did_not_change(codec, None)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from dte_dist.codec import read_frame
-from dte_dist.codec.index_codecs import INDEX_CODECS
-from dte_dist.codec.value_codecs import VALUE_CODECS
 from dte_dist.layout import Block
 from dte_dist.plan.chunks import ChunkPlan
 from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
@@ -23,12 +21,9 @@ from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.sync.version import NONE, SyncStep
 from dte_dist.tensors.flat import FlatTensors
+from tests.unit.codec.pairs import PAIRS
 from tests.unit.sync.coded import Coded, bits_of, chooser_of, random, step, strided
 from tests.unit.sync.pair import SCHEMA, same_bits
-
-PAIRS = [
-    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
-]
 
 CHOICES = [*PAIRS, "fast", "small", "auto"]
 every_codec = pytest.mark.parametrize("codec", CHOICES)

@@ -19,6 +19,7 @@ from dte_dist.sync.frame_builder import Lane, Lanes
 from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.sync.version import SyncStep
 from dte_dist.tensors.flat import FlatTensors
+from tests.unit.codec.pairs import EACH
 from tests.unit.sync.coded import Coded, bits_of, chooser_of, random, step, strided
 from tests.unit.sync.pair import SCHEMA
 
@@ -66,7 +67,7 @@ def test_distances_with_two_homes(codecs, dense: bool, homes: str, monkeypatch: 
     assert all(torch.equal(tensor.reshape(-1), expected) for tensor in tensors)
 
 
-@pytest.mark.parametrize("codec", ["i32+ulp", "bitmap+planes", "dense+planes", "ef+raw"])
+@pytest.mark.parametrize("codec", EACH)
 def test_tied_by_the_source_and_held_in_two_cuts(codec: str, batches: None) -> None:
     """On the p2p route the elements that are in both cuts travel twice, and each time they have two homes."""
     rng = torch.Generator().manual_seed(9)
