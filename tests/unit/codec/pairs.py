@@ -9,7 +9,9 @@ from dte_dist.codec.value_codecs import VALUE_CODECS
 
 __all__ = ["EACH", "PAIRS"]
 
-PAIRS = [f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())]
+PAIRS = [
+    f"{index.name}+{value.name}" for index, value in product(INDEX_CODECS.values(), VALUE_CODECS.values())
+]
 """Every pair."""
 
 EACH = [
