@@ -145,12 +145,12 @@ def test_each_option_is_described_where_users_look(option: str) -> None:
     described = re.search(rf"^        {option}: ", str(delta_broadcast.__doc__), re.MULTILINE)
     assert described, f"the docstring of delta_broadcast does not describe {option}"
     in_table = re.search(rf"^\|.*`{option}`.* \|", OPTIONS_OF_README, re.MULTILINE)
-    assert in_table, f"the table of README's \"Options\" has no row with {option}"
+    assert in_table, f'the table of README\'s "Options" has no row with {option}'
 
 
 def test_the_readme_says_which_options_each_call_may_give_anew() -> None:
     said = re.search(r"all but (.*?) stay the same", OPTIONS_OF_README, re.DOTALL)
-    assert said, "README's \"Options\" does not begin with \"all but ... stay the same\""
+    assert said, 'README\'s "Options" does not begin with "all but ... stay the same"'
     anew = {name for name, hint in HINTS.items() if hint.__metadata__[0].each_call}
     assert set(re.findall(r"`(\w+)`", said[1])) == anew | {"async_op"}
 

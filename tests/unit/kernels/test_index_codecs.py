@@ -163,8 +163,7 @@ def test_damaged_positions(segment: tuple[np.ndarray, int], low: int, data: st.D
         if name == "ef" and ef_size(count, length, low) != len(stream):
             continue
         first, second = (
-            getattr(kernel, f"decode_{name}")(stream, count, length, *more)
-            for kernel in (cpu, torch_kernels)
+            getattr(kernel, f"decode_{name}")(stream, count, length, *more) for kernel in (cpu, torch_kernels)
         )
         assert bool(first[1]) == bool(second[1])
         if bool(first[1]):

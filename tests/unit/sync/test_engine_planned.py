@@ -160,9 +160,7 @@ def test_tensors_named_as_regions_of_others_would_be(sparse_bytes_ratio: float) 
     shapes = dict.fromkeys(names, (4, 3))
     make = torch.Generator().manual_seed(3)
     full = {name: random_bits(shape, torch.float32, make) for name, shape in shapes.items()}
-    halves = [
-        (name, full[name][row : row + 2], (4, 3), (row, 0)) for name in ("w", "w[1]") for row in (2, 0)
-    ]
+    halves = [(name, full[name][row : row + 2], (4, 3), (row, 0)) for name in ("w", "w[1]") for row in (2, 0)]
     others = [(name, full[name], (4, 3), (0, 0)) for name in names if name not in ("w", "w[1]")]
     copy = {name: torch.zeros(4, 3) for name in names}
     targets = [
