@@ -86,7 +86,12 @@ class Fingerprint:
         if moved:
             addresses = np.fromiter(map(Tensor.data_ptr, local.tensors), np.int64, len(local.tensors))
         digests = own_digests(uncounted) if uncounted else _NONE
-        return cls(addresses, versions, digests, local.twin_versions() if local.twins else {})
+        return cls(
+            addresses,
+            versions,
+            digests,
+            local.twin_versions() if local.twins else {},
+        )
 
     def watching(self, storages: Iterable[UntypedStorage], before: Fingerprint | None) -> Fingerprint:
         """Return this fingerprint, which notices from now on that memory of the tensors is freed.
@@ -101,7 +106,10 @@ class Fingerprint:
             and len(before.memory.storages) == len(self.addresses)
             and np.array_equal(before.addresses, self.addresses)
         )
-        return replace(self, memory=before.memory if before and is_watched else Lifetimes.of(storages))
+        return replace(
+            self,
+            memory=before.memory if before and is_watched else Lifetimes.of(storages),
+        )
 
     def same(self, other: Fingerprint) -> bool:
         """Return whether nothing shows that the tensors were written to or replaced since this fingerprint
@@ -127,12 +135,19 @@ class Fingerprint:
         if np.array_equal(uncounted, np.flatnonzero(other.versions < 0)):
             odd[uncounted] |= self.digests != other.digests
         if self.memory.ended:
-            odd |= np.fromiter((storage() is None for storage in self.memory.storages), np.bool_, len(odd))
+            odd |= np.fromiter(
+                (storage() is None for storage in self.memory.storages),
+                np.bool_,
+                len(odd),
+            )
         return np.flatnonzero(odd).tolist()
 
 
 def external_writes(
-    before: Fingerprint, now: Fingerprint, own: np.ndarray, tensors: Sequence[Tensor]
+    before: Fingerprint,
+    now: Fingerprint,
+    own: np.ndarray,
+    tensors: Sequence[Tensor],
 ) -> list[int]:
     """Return the indices of tensors that were replaced, or whose counters moved further than this rank's own
     writes moved them.

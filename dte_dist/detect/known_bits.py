@@ -59,7 +59,11 @@ class KnownBits:
         self.bits = {width: bits.to(device) for width, bits in self.bits.items()}
         self.device = device  # last: after an interrupt it moves again
 
-    def refresh(self, live: Mapping[int, FlatTensors], ranges: Iterable[tuple[int, int, int]]) -> None:
+    def refresh(
+        self,
+        live: Mapping[int, FlatTensors],
+        ranges: Iterable[tuple[int, int, int]],
+    ) -> None:
         """Take over all live bits, given as ranges (width, first, length) that cover them; this cannot be
         undone.
         """

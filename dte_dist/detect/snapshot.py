@@ -116,7 +116,9 @@ class Snapshot(KnownBits):
         if width not in self._scratch:
             most = min(len(self.bits[width]), _RANGE_SEGMENTS * self._segment)
             self._scratch[width] = _ScratchBuffers.of(
-                min(len(self.bits[width]), _BATCH_CHANGES + most), width, self.device
+                min(len(self.bits[width]), _BATCH_CHANGES + most),
+                width,
+                self.device,
             )
         # `inconsistent` is True from before the first bit of a batch is taken over until all of the batch is
         # noted, so that whatever breaks off in between (an interrupt at any line, too) leaves a snapshot that
@@ -131,7 +133,11 @@ class Snapshot(KnownBits):
                 )
                 batch.append(
                     self._update_range(
-                        live, width, (first, length), self._scratch[width].after(filled), named
+                        live,
+                        width,
+                        (first, length),
+                        self._scratch[width].after(filled),
+                        named,
                     )
                 )
                 self._halfway = False
@@ -177,7 +183,13 @@ class Snapshot(KnownBits):
         if named is None:
             self.inconsistent = self._halfway = True
             count = self._kernels.advance(
-                live, first, first + length, known, room.positions, room.old, room.new
+                live,
+                first,
+                first + length,
+                known,
+                room.positions,
+                room.old,
+                room.new,
             )
             return room.changed(first, length, count)
         bits = torch.empty_like(known)
@@ -190,14 +202,23 @@ class Snapshot(KnownBits):
         self._kernels.scatter_1d(known, named, room.new[:count])
         return room.changed(first, length, count)
 
-    def _detected(self, live: FlatTensors, width: int, where: tuple[int, int], detector: Detector) -> Tensor:
+    def _detected(
+        self,
+        live: FlatTensors,
+        width: int,
+        where: tuple[int, int],
+        detector: Detector,
+    ) -> Tensor:
         """Return the positions that a caller's detector names in a range; it gets copies."""
         first, length = where
         known = self.bits[width][first : first + length].clone()
         bits = torch.empty_like(known)
         self._kernels.read(live, first, bits)
         positions = detector(bits, known)
-        if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):
+        if positions.dim() != 1 or positions.dtype not in (
+            torch.int32,
+            torch.int64,
+        ):
             raise ValueError(
                 "a detector returns int32 or int64 positions in one dimension, got "
                 f"{positions.dtype}{list(positions.shape)}"

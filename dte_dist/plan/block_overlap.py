@@ -47,7 +47,8 @@ class Held:
         joined = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
         joined = joined[:, np.argsort(joined[0], kind="stable")]
         slot, rank, entry, block = joined
-        return cls(table, slot, rank, entry, block, np.searchsorted(slot, np.arange(slots + 1)))
+        borders = np.searchsorted(slot, np.arange(slots + 1))
+        return cls(table, slot, rank, entry, block, borders)
 
     def of_rank(self, rank: int) -> Pieces:
         """Return the pieces of one rank."""
@@ -60,16 +61,19 @@ class Held:
 
     def at(self, slot: int) -> slice:
         """Return where the pieces of a slot are."""
-        return slice(int(self.borders[slot]), int(self.borders[slot + 1]))
+        begin, end = self.borders[slot : slot + 2].tolist()
+        return slice(begin, end)
 
     def key(self, slot: int) -> bytes:
         """Return what tells apart slots that are held by other ranks or in other blocks."""
-        return self.rank[self.at(slot)].tobytes() + self.block[self.at(slot)].tobytes()
+        here = self.at(slot)
+        return self.rank[here].tobytes() + self.block[here].tobytes()
 
     def entries(self, slots: np.ndarray) -> np.ndarray:
         """Return int64[slots, pieces]: the entries of slots that are held alike."""
         first = self.at(int(slots[0]))
-        return self.entry[self.borders[slots][:, None] + np.arange(first.stop - first.start)]
+        begins = self.borders[slots][:, None]
+        return self.entry[begins + np.arange(first.stop - first.start)]
 
 
 class BlockOverlap:
@@ -87,41 +91,61 @@ class BlockOverlap:
     def ops(self, slots: tuple[Slot, ...]) -> TransferOps:
         alike: dict[tuple[bytes, bytes], list[int]] = {}
         for slot in range(len(slots)):
-            alike.setdefault((self._sent.key(slot), self._held.key(slot)), []).append(slot)
-        return TransferOps(
-            slots, [self._group(np.array(same, np.int64)) for same in alike.values()], self._boxes
-        )
+            key = self._sent.key(slot), self._held.key(slot)
+            alike.setdefault(key, []).append(slot)
+        groups = [self._group(np.array(same, np.int64)) for same in alike.values()]
+        return TransferOps(slots, groups, self._boxes)
 
     def _group(self, slots: np.ndarray) -> Group:
-        here = self._sent.at(int(slots[0]))
-        there = self._held.at(int(slots[0]))
+        example = int(slots[0])
+        here = self._sent.at(example)
+        there = self._held.at(example)
         a = self._sent.block[here]
         b = self._held.block[there]
-        (low_a, high_a), (low_b, high_b) = self._bounds[0][:, a, None], self._bounds[1][:, None, b]
-        i, j = np.nonzero(np.all((low_a < high_b) & (low_b < high_a), axis=-1))
-        found = [self._between(*pair) for pair in zip(a[i].tolist(), b[j].tolist(), strict=True)]
+        i, j = self._meeting(a, b)
+        pairs = zip(a[i].tolist(), b[j].tolist(), strict=True)
+        found = [self._between(*pair) for pair in pairs]
         counts = np.array([len(each) for each in found], np.int64)
-        send = Ends(self._sent.rank[here], self._sent.entries(slots), np.repeat(i, counts))
-        recv = Ends(self._held.rank[there], self._held.entries(slots), np.repeat(j, counts))
-        return Group(slots, send, recv, np.array(list(chain.from_iterable(found)), np.int64))
+        send = Ends(
+            self._sent.rank[here],
+            self._sent.entries(slots),
+            np.repeat(i, counts),
+        )
+        recv = Ends(
+            self._held.rank[there],
+            self._held.entries(slots),
+            np.repeat(j, counts),
+        )
+        box = np.array(list(chain.from_iterable(found)), np.int64)
+        return Group(slots, send, recv, box)
+
+    def _meeting(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which blocks of two lists have bounds that meet, as indices of both, pair by pair."""
+        low_a, high_a = self._bounds[0][:, a, None]
+        low_b, high_b = self._bounds[1][:, None, b]
+        meets = (low_a < high_b) & (low_b < high_a)
+        i, j = np.nonzero(np.all(meets, axis=-1))
+        return i, j
 
     def _between(self, a: int, b: int) -> range:
         """Return the numbers of the pairs of slices by which block `a` of a source becomes block `b` of a
         receiver.
         """
         if (a, b) not in self._known:
-            self._known[a, b] = self._boxes.add(
-                _boxes(self._sent.table.blocks[a], self._held.table.blocks[b])
-            )
+            sent = self._sent.table.blocks[a]
+            held = self._held.table.blocks[b]
+            self._known[a, b] = self._boxes.add(_boxes(sent, held))
         return self._known[a, b]
 
 
 def _boxes(a: Block, b: Block) -> list[Box]:
     """Return the slices of two local tensors that are equal elements, in the order of the first."""
+    axes = [axis_of(x, y) for x, y in zip(a.runs, b.runs, strict=True)]
     boxes = []
-    for parts in product(*(axis_of(x, y).segments for x, y in zip(a.runs, b.runs, strict=True))):
-        train = tuple(slice(at, at + length) for at, length, _ in parts)
-        boxes.append((train, tuple(slice(other, other + length) for _, length, other in parts)))
+    for parts in product(*(axis.segments for axis in axes)):
+        read = tuple(slice(at, at + length) for at, length, _ in parts)
+        written = tuple(slice(other, other + length) for _, length, other in parts)
+        boxes.append((read, written))
     return boxes
 
 
@@ -129,9 +153,12 @@ def _bounds(blocks: Sequence[Block]) -> np.ndarray:
     """Return int64[2, blocks, dimensions]: where the runs of each block begin and end; [0, 1) for dimensions
     it has not.
     """
-    bounds = np.zeros((2, len(blocks), max((len(block.runs) for block in blocks), default=0)), np.int64)
-    bounds[1] = 1
+    dimensions = max((len(block.runs) for block in blocks), default=0)
+    bounds = np.zeros((2, len(blocks), dimensions), np.int64)
+    low, high = bounds
+    high[:] = 1
     for number, block in enumerate(blocks):
-        bounds[0, number, : len(block.runs)] = [runs[0][0] for runs in block.runs]
-        bounds[1, number, : len(block.runs)] = [sum(runs[-1]) for runs in block.runs]
+        mine = len(block.runs)
+        low[number, :mine] = [runs[0][0] for runs in block.runs]
+        high[number, :mine] = [sum(runs[-1]) for runs in block.runs]
     return bounds

@@ -39,7 +39,8 @@ class Inventory:
         """Return the non-empty blocks that a rank holds, in slot order; of tied names only the first."""
         columns = self._columns(manifest)
         numbers = np.array(
-            [self.table.number(manifest.block(entry, coordinates)) for entry in columns.examples], np.int64
+            [self.table.number(manifest.block(entry, coordinates)) for entry in columns.examples],
+            np.int64,
         )
         block = numbers[columns.geometry]
         return Pieces(self.table, columns.slot, columns.entry, block).take(block >= 0)
@@ -60,7 +61,10 @@ class Inventory:
         if id(manifest) not in self._known:
             self._known[id(manifest)] = (
                 manifest,
-                _Columns(manifest, [self._slot_of(entry.name) for entry in manifest.entries]),
+                _Columns(
+                    manifest,
+                    [self._slot_of(entry.name) for entry in manifest.entries],
+                ),
             )
         return self._known[id(manifest)][1]
 
@@ -77,7 +81,10 @@ class _Columns:
 
     def __init__(self, manifest: Manifest, slots: Sequence[int]) -> None:
         tied = aliased_entries(manifest)
-        order = sorted((index for index in range(len(slots)) if tied[index] == index), key=slots.__getitem__)
+        order = sorted(
+            (index for index in range(len(slots)) if tied[index] == index),
+            key=slots.__getitem__,
+        )
         geometries: dict[tuple[tuple[int, ...], Placement], int] = {}
         self.examples: list[Entry] = []
         numbers = []

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
 
-__all__ = ["SEGMENT", "Chunk", "ChunkPlan", "Parcel", "pack_buckets", "segments_of"]
+__all__ = [
+    "SEGMENT",
+    "Chunk",
+    "ChunkPlan",
+    "Parcel",
+    "pack_buckets",
+    "segments_of",
+]
 
 SEGMENT: Final = 1 << 20
 """Elements of the segments that a chunk is cut into. Where little changed, up to 8 of them are compared at

@@ -38,7 +38,10 @@ class Claims:
 
     @classmethod
     def of(
-        cls, held: Mapping[int, Pieces], mesh: Mapping[int, np.ndarray], in_mesh: Mapping[MeshSpec, list[int]]
+        cls,
+        held: Mapping[int, Pieces],
+        mesh: Mapping[int, np.ndarray],
+        in_mesh: Mapping[MeshSpec, list[int]],
     ) -> Claims:
         """Lay the pieces of sources end to end.
 
@@ -57,7 +60,14 @@ class Claims:
             for name in ("slot", "block", "entry")
         )
         rank = np.repeat(list(held), [len(pieces) for pieces in held.values()])
-        return cls(slot, block, rank, entry, np.concatenate([mesh[each] for each in held]), tuple(members))
+        return cls(
+            slot,
+            block,
+            rank,
+            entry,
+            np.concatenate([mesh[each] for each in held]),
+            tuple(members),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +113,13 @@ class Contested:
             for here in claims.members:
                 may_differ |= np.logical_and.reduceat(here[rank], first)
             may_differ &= np.logical_and.reduceat(is_plain, first)
-        return cls(claims.slot[speaker[first]], may_differ, piece, rank, claims.entry[speaker])
+        return cls(
+            claims.slot[speaker[first]],
+            may_differ,
+            piece,
+            rank,
+            claims.entry[speaker],
+        )
 
     def held_by(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the pieces for which a rank speaks, and their entries in its manifest."""
@@ -122,8 +138,9 @@ def _speakers(claims: Claims) -> tuple[np.ndarray, np.ndarray]:
         )  # a plain tensor is on no mesh, so each is a place of its own
         place = np.where(claims.mesh < 0, alone, claims.mesh)[order]
         by_place = np.lexsort((place, key[order]))
-        columns = key[order][by_place], place[by_place]
-        is_first = np.logical_or.reduce([np.diff(column, prepend=-1) != 0 for column in columns])
+        new_key = np.diff(key[order][by_place], prepend=-1) != 0
+        new_place = np.diff(place[by_place], prepend=-1) != 0
+        is_first = new_key | new_place
         order = order[np.sort(by_place[is_first])]
         order = order[_repeated(key[order])]
     return order, np.cumsum(np.diff(key[order], prepend=-1) != 0) - 1

@@ -17,7 +17,12 @@ from dte_dist.plan.flat_space import BlockTable
 __all__ = ["disjoint", "first_gap", "refuse_gap"]
 
 
-def first_gap(fulls: Sequence[int], slot: np.ndarray, block: np.ndarray, table: BlockTable) -> int | None:
+def first_gap(
+    fulls: Sequence[int],
+    slot: np.ndarray,
+    block: np.ndarray,
+    table: BlockTable,
+) -> int | None:
     """Return the first slot that its blocks do not tile, None if all are tiled.
 
     Args:
@@ -74,7 +79,10 @@ def refuse_gap(name: str, full: int, holders: Mapping[Block, int]) -> None:
         if a.overlaps(b):
             hint = "let every element have one owner, or equal blocks on all its owners"
             raise LayoutMismatch(
-                "sources hold overlapping parts", tensor=name, ranks=sorted({rank_a, rank_b}), hint=hint
+                "sources hold overlapping parts",
+                tensor=name,
+                ranks=sorted({rank_a, rank_b}),
+                hint=hint,
             )
     covered = sum(block.numel for block in holders)
     raise LayoutMismatch(

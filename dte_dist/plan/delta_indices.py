@@ -90,7 +90,8 @@ def _below(indices: Tensor, border: int) -> int:
     """Return how many of the sorted indices are less than `border`, which may be more than their dtype
     holds.
     """
-    return int(torch.searchsorted(indices, min(border - 1, torch.iinfo(indices.dtype).max), right=True))
+    last = min(border - 1, torch.iinfo(indices.dtype).max)
+    return int(torch.searchsorted(indices, last, right=True))
 
 
 def _windows(indices: Tensor, numel: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -107,5 +108,10 @@ def _windows(indices: Tensor, numel: int) -> Iterator[tuple[int, int, Tensor]]:
 
 def _translated(index_map: IndexMap, first: int, place: int, indices: Tensor) -> tuple[Tensor, Tensor]:
     relative = (indices - first if first else indices).to(torch.int32)
-    places = torch.arange(place, place + len(indices), dtype=torch.int64, device=indices.device)
+    places = torch.arange(
+        place,
+        place + len(indices),
+        dtype=torch.int64,
+        device=indices.device,
+    )
     return kernels.on(indices.device).translate(index_map, first, relative, places)

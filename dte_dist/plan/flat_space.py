@@ -104,11 +104,19 @@ class Pieces:
         """Return the pieces for which a truth value is True; the columns are shared if all are."""
         if wanted.all():
             return self
-        return Pieces(self.table, self.slot[wanted], self.entry[wanted], self.block[wanted])
+        return Pieces(
+            self.table,
+            self.slot[wanted],
+            self.entry[wanted],
+            self.block[wanted],
+        )
 
     def __iter__(self) -> Iterator[Piece]:
         for slot, entry, block in zip(
-            self.slot.tolist(), self.entry.tolist(), self.block.tolist(), strict=True
+            self.slot.tolist(),
+            self.entry.tolist(),
+            self.block.tolist(),
+            strict=True,
         ):
             yield Piece(slot, entry, self.table.blocks[block])
 
@@ -137,7 +145,11 @@ class FlatSpace:
             [0, 4, 10]
         """
         numels = pieces.table.numels()[pieces.block]
-        return cls(width, pieces, np.concatenate((np.zeros(1, np.int64), np.cumsum(numels))))
+        return cls(
+            width,
+            pieces,
+            np.concatenate((np.zeros(1, np.int64), np.cumsum(numels))),
+        )
 
     @property
     def numel(self) -> int:

@@ -99,7 +99,8 @@ def build_index_maps(source: FlatSpace, receiver: FlatSpace) -> tuple[IndexMap, 
     first = source.pieces.table.blocks
     second = receiver.pieces.table.blocks
     pairs, which = np.unique(
-        source.pieces.block[at] * len(second) + receiver.pieces.block[home], return_inverse=True
+        source.pieces.block[at] * len(second) + receiver.pieces.block[home],
+        return_inverse=True,
     )
     overlaps = [overlap_of(first[pair // len(second)], second[pair % len(second)]) for pair in pairs.tolist()]
     shared = np.array([overlap is not None for overlap in overlaps], np.bool_)[which]
@@ -151,7 +152,10 @@ def _layers(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     layers: list[int] = []
     ends: list[int] = []
     for low, high in zip(begin.tolist(), end.tolist(), strict=True):
-        layer = next((number for number, last in enumerate(ends) if last <= low), len(ends))
+        layer = next(
+            (number for number, last in enumerate(ends) if last <= low),
+            len(ends),
+        )
         ends[layer : layer + 1] = [high]
         layers.append(layer)
     return np.array(layers, np.int64)
@@ -173,16 +177,34 @@ class _Patterns:
         for overlap in overlaps:
             before = len(rows)
             if overlap is not None and overlap.axes:
-                rows.append((overlap.begin, overlap.end, 0, len(axes), len(overlap.axes)))
+                rows.append(
+                    (
+                        overlap.begin,
+                        overlap.end,
+                        0,
+                        len(axes),
+                        len(overlap.axes),
+                    )
+                )
                 axes += self._add(overlap.axes)
             elif overlap is not None:
                 rows += [(at, at + length, other - at, 0, 0) for at, length, other in overlap.runs]
             counts.append(len(rows) - before)
-        self.begin = np.array([0 if overlap is None else overlap.begin for overlap in overlaps], np.int64)
-        self.end = np.array([0 if overlap is None else overlap.end for overlap in overlaps], np.int64)
+        self.begin = np.array(
+            [0 if overlap is None else overlap.begin for overlap in overlaps],
+            np.int64,
+        )
+        self.end = np.array(
+            [0 if overlap is None else overlap.end for overlap in overlaps],
+            np.int64,
+        )
         self._rows = _columns(rows, 5)
         self._counts = np.array(counts, np.int64)
-        self._axes = (*_columns(axes, 2), np.array(self._segment, np.int64), *_columns(self._segments, 3))
+        self._axes = (
+            *_columns(axes, 2),
+            np.array(self._segment, np.int64),
+            *_columns(self._segments, 3),
+        )
 
     def _add(self, axes: tuple[Axis, ...]) -> list[tuple[int, int]]:
         """Add the segments of an overlap's axes; return extent and stride of each."""
@@ -201,7 +223,8 @@ class _Patterns:
         ascending and disjoint.
         """
         counts = self._counts[which]
-        rows = self._rows[:, _ranges((np.cumsum(self._counts) - self._counts)[which], counts)]
+        before = np.cumsum(self._counts) - self._counts
+        rows = self._rows[:, _ranges(before[which], counts)]
         start = np.repeat(start, counts)
         target = np.repeat(target, counts)
         begin, end, shift, axis, axes = rows
@@ -213,7 +236,13 @@ class _Patterns:
         first = np.append(True, ~joined)
         last = np.append(~joined, True)
         return IndexMap(
-            begin[first], end[last], shift[first], start[first], axis[first], axes[first], *self._axes
+            begin[first],
+            end[last],
+            shift[first],
+            start[first],
+            axis[first],
+            axes[first],
+            *self._axes,
         )
 
 

@@ -22,7 +22,9 @@ from dte_dist.plan.overlap import intersect
 __all__ = ["lanes_of", "pair_space", "pair_spaces"]
 
 
-def lanes_of(receiver_spaces: Mapping[int, Mapping[int, FlatSpace]]) -> dict[int, int]:
+def lanes_of(
+    receiver_spaces: Mapping[int, Mapping[int, FlatSpace]],
+) -> dict[int, int]:
     """Number the lanes of receivers: those whose spaces are one object (`ModelMap` makes them so) are in one
     lane.
 
@@ -73,14 +75,23 @@ def pair_space(source: FlatSpace, receiver: FlatSpace) -> FlatSpace:
 
 
 def _intersections(
-    a: np.ndarray, b: np.ndarray, of_a: BlockTable, of_b: BlockTable, table: BlockTable
+    a: np.ndarray,
+    b: np.ndarray,
+    of_a: BlockTable,
+    of_b: BlockTable,
+    table: BlockTable,
 ) -> np.ndarray:
     """Number the intersection of each pair of blocks in `table`; -1 for nothing. There are few different
     pairs.
     """
     pairs, which = np.unique(a * len(of_b) + b, return_inverse=True)
     numbers = [
-        table.number(intersect(of_a.blocks[pair // len(of_b)], of_b.blocks[pair % len(of_b)]))
+        table.number(
+            intersect(
+                of_a.blocks[pair // len(of_b)],
+                of_b.blocks[pair % len(of_b)],
+            )
+        )
         for pair in pairs.tolist()
     ]
     return np.array(numbers, np.int64)[which]

@@ -106,7 +106,11 @@ class ModelMap:
         LayoutMismatch: the descriptions do not fit together; equal on every rank.
     """
 
-    def __init__(self, sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[int, RankLayout],
+        receivers: Mapping[int, RankLayout],
+    ) -> None:
         self._names = Aliases(holding.manifest for holding in sources.values())
         self._index: dict[str, int] = {}
         self.slots = self._slots_of(sources, receivers)
@@ -147,7 +151,9 @@ class ModelMap:
         return self._index[self._names.canonical(name)]
 
     def _slots_of(
-        self, sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]
+        self,
+        sources: Mapping[int, RankLayout],
+        receivers: Mapping[int, RankLayout],
     ) -> tuple[Slot, ...]:
         received = {
             self._names.canonical(entry.name): entry
@@ -164,7 +170,11 @@ class ModelMap:
                     if holding.wire == "receiver" and name in received
                     else chosen.get(name, entry.dtype)
                 )
-                slot = Slot(name, entry.shape, _castable(entry, wanted, holding.wire != "receiver", ranks))
+                slot = Slot(
+                    name,
+                    entry.shape,
+                    _castable(entry, wanted, holding.wire != "receiver", ranks),
+                )
                 other, theirs = slots.setdefault(name, (slot, ranks))
                 if other != slot:
                     _differ(
@@ -184,7 +194,12 @@ class ModelMap:
             if other != dtype:
                 what = "tied names cannot travel in different dtypes"
                 raise LayoutMismatch(
-                    what, tensor=name, ranks=ranks, expected=other, got=dtype, hint="give them one wire dtype"
+                    what,
+                    tensor=name,
+                    ranks=ranks,
+                    expected=other,
+                    got=dtype,
+                    hint="give them one wire dtype",
                 )
         return chosen
 
@@ -194,11 +209,20 @@ class ModelMap:
             index = self._index.get(self._names.canonical(entry.name))
             if index is None:
                 raise LayoutMismatch(
-                    "a receiver has a tensor that no source has", tensor=entry.name, ranks=ranks, hint=_BUILD
+                    "a receiver has a tensor that no source has",
+                    tensor=entry.name,
+                    ranks=ranks,
+                    hint=_BUILD,
                 )
             slot = self.slots[index]
             if entry.shape != slot.shape:
-                _differ("shapes differ", ranks, entry.name, slot.shape, entry.shape)
+                _differ(
+                    "shapes differ",
+                    ranks,
+                    entry.name,
+                    slot.shape,
+                    entry.shape,
+                )
             if entry.dtype != slot.dtype:
                 hint = (
                     'pass wire_dtype= (a dtype, a mapping by name, or "receiver") to cast, or src= '
@@ -238,7 +262,12 @@ class ModelMap:
         rank = claims.rank
         first = choose_contributors(slot, block, claims.mesh >= 0)
         table = next(iter(held.values())).table
-        gap = first_gap([slot.numel for slot in self.slots], slot[first], block[first], table)
+        gap = first_gap(
+            [slot.numel for slot in self.slots],
+            slot[first],
+            block[first],
+            table,
+        )
         if gap is not None:
             here = first[slot[first] == gap]
             holders = {
@@ -248,7 +277,10 @@ class ModelMap:
             refuse_gap(self.slots[gap].name, self.slots[gap].numel, holders)
         chosen = np.zeros(len(slot), np.bool_)
         chosen[first] = True
-        parts = np.split(chosen, np.cumsum([len(pieces) for pieces in held.values()])[:-1])
+        parts = np.split(
+            chosen,
+            np.cumsum([len(pieces) for pieces in held.values()])[:-1],
+        )
         return {rank: held[rank].take(mine) for rank, mine in zip(held, parts, strict=True)}
 
 
@@ -261,7 +293,10 @@ def _owned(inventory: Inventory, rank: int, holding: RankLayout) -> Pieces:
     if rivals is not None:
         what = f"another source ties {rivals[0]} and {rivals[1]}, this one does not"
         raise LayoutMismatch(
-            what, tensor=rivals[0], ranks=[rank], hint="tie them on every source, or on none"
+            what,
+            tensor=rivals[0],
+            ranks=[rank],
+            hint="tie them on every source, or on none",
         )
     return pieces
 
@@ -270,7 +305,11 @@ def _claims(sources: Mapping[int, RankLayout], held: Mapping[int, Pieces]) -> Cl
     """Write what each source (ascending) holds as columns, and number the meshes that it lies on."""
     in_mesh: dict[MeshSpec, list[int]] = {}
     for rank in held:
-        for spec, place in zip(sources[rank].manifest.meshes, sources[rank].coordinates, strict=False):
+        for spec, place in zip(
+            sources[rank].manifest.meshes,
+            sources[rank].coordinates,
+            strict=False,
+        ):
             if place is not None:
                 in_mesh.setdefault(spec, []).append(rank)
     numbers = {spec: number for number, spec in enumerate(in_mesh)}
@@ -287,20 +326,27 @@ def _meshes_of(manifest: Manifest, numbers: Mapping[MeshSpec, int]) -> np.ndarra
 
 
 def _receiver_spaces(
-    inventory: Inventory, receivers: Mapping[int, RankLayout], widths: np.ndarray
+    inventory: Inventory,
+    receivers: Mapping[int, RankLayout],
+    widths: np.ndarray,
 ) -> dict[int, dict[int, FlatSpace]]:
     """Lay out what the receivers hold; those placed alike share it."""
     known: dict[tuple[int, Coordinates], dict[int, FlatSpace]] = {}
     for holding in receivers.values():
         key = id(holding.manifest), tuple(holding.coordinates)
         if key not in known:
-            known[key] = spaces_of(inventory.pieces(holding.manifest, holding.coordinates), widths)
+            known[key] = spaces_of(
+                inventory.pieces(holding.manifest, holding.coordinates),
+                widths,
+            )
     return {
         rank: known[id(holding.manifest), tuple(holding.coordinates)] for rank, holding in receivers.items()
     }
 
 
-def _distinct(holdings: Mapping[int, RankLayout]) -> list[tuple[list[int], RankLayout]]:
+def _distinct(
+    holdings: Mapping[int, RankLayout],
+) -> list[tuple[list[int], RankLayout]]:
     """Group ranks whose manifests and wire dtypes are the same objects: their names need one check."""
     groups: dict[tuple[int, int, bool], tuple[list[int], RankLayout]] = {}
     for rank, holding in sorted(holdings.items()):
@@ -329,5 +375,18 @@ def _castable(entry: Entry, wanted: str, named: bool, ranks: Sequence[int]) -> s
     return wanted
 
 
-def _differ(what: str, ranks: Sequence[int], slot: str, expected: object, got: object) -> NoReturn:
-    raise LayoutMismatch(what, tensor=slot, ranks=ranks, expected=expected, got=got, hint=_BUILD)
+def _differ(
+    what: str,
+    ranks: Sequence[int],
+    slot: str,
+    expected: object,
+    got: object,
+) -> NoReturn:
+    raise LayoutMismatch(
+        what,
+        tensor=slot,
+        ranks=ranks,
+        expected=expected,
+        got=got,
+        hint=_BUILD,
+    )

@@ -71,10 +71,13 @@ def overlap_of(a: Block, b: Block) -> Overlap | None:
     if len(axes) == 1:
         runs = axes[0].segments
         return Overlap(runs, (), runs[0][0], runs[-1][0] + runs[-1][1])
-    low = high = 0
+    low = 0
+    high = 0
     for axis in axes:
-        low = low * axis.extent + axis.segments[0][0]
-        high = high * axis.extent + axis.segments[-1][0] + axis.segments[-1][1] - 1
+        first, _, _ = axis.segments[0]
+        last, length, _ = axis.segments[-1]
+        low = low * axis.extent + first
+        high = high * axis.extent + last + length - 1
     return Overlap((), axes, low, high + 1)
 
 
@@ -86,9 +89,8 @@ def intersect(a: Block, b: Block) -> Block | None:
         >>> intersect(Block((((2, 4),),)), Block((((0, 3), (5, 9)),))).runs
         (((2, 1), (5, 1)),)
     """
-    block = Block(
-        tuple(tuple((low, n) for low, n, _, _ in _shared(x, y)) for x, y in zip(a.runs, b.runs, strict=True))
-    )
+    shared = [_shared(x, y) for x, y in zip(a.runs, b.runs, strict=True)]
+    block = Block(tuple(tuple((low, length) for low, length, _, _ in parts) for parts in shared))
     return block if block.numel else None
 
 
@@ -137,9 +139,8 @@ def _merge(axes: list[Axis]) -> tuple[Axis, ...]:
         outer = merged[-1]
         if axis.is_whole:
             n = axis.extent
-            merged[-1] = Axis(
-                outer.extent * n, outer.other * n, tuple((s * n, k * n, d * n) for s, k, d in outer.segments)
-            )
+            segments = tuple((at * n, length * n, other * n) for at, length, other in outer.segments)
+            merged[-1] = Axis(outer.extent * n, outer.other * n, segments)
         elif len(outer.segments) == 1 and outer.segments[0][1] == 1:
             row, _, other = outer.segments[0]
             rest = tuple((row * axis.extent + s, k, other * axis.other + d) for s, k, d in axis.segments)

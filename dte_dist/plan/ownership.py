@@ -35,7 +35,9 @@ def choose_contributors(slot: np.ndarray, block: np.ndarray, on_mesh: np.ndarray
     _, first, count = np.unique(key, return_index=True, return_counts=True)
     holders = np.argsort(key, kind="stable")
     begin = np.cumsum(count) - count
-    takes_turns = (count > 1) & np.logical_and.reduceat(on_mesh[holders], begin) if len(begin) else count > 1
+    takes_turns = count > 1
+    if len(begin):
+        takes_turns &= np.logical_and.reduceat(on_mesh[holders], begin)
     turn = np.zeros(len(first), np.int64)
     turn[takes_turns] = _ordinal(block[first[takes_turns]])
     return holders[begin + turn % count]

@@ -99,7 +99,9 @@ class PartSpace:
         pieces = self.held.pieces
         slot = np.array([part.number for part in self.parts], np.int64)
         return FlatSpace(
-            self.held.width, Pieces(pieces.table, slot, pieces.entry, pieces.block), self.held.starts
+            self.held.width,
+            Pieces(pieces.table, slot, pieces.entry, pieces.block),
+            self.held.starts,
         )
 
 
@@ -138,7 +140,13 @@ class SenderSpace:
             LayoutMismatch: elements of a dtype cannot be sent; names the tensor.
         """
         return cls(
-            Part(name, Slot(name, shape, dtype_name(name, dtype)), number, number, Block.whole(shape))
+            Part(
+                name,
+                Slot(name, shape, dtype_name(name, dtype)),
+                number,
+                number,
+                Block.whole(shape),
+            )
             for number, (name, (shape, dtype)) in enumerate(slots.items())
         )
 

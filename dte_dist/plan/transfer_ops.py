@@ -175,7 +175,8 @@ class TransferOps(Sequence[TransferOp]):
                 raise ValueError(f"{op} is for a slot that the model does not have")
             by_slot.setdefault(index[op.slot], []).append(op)
         boxes = Boxes()
-        return cls(slots, [_group(slot, mine, boxes) for slot, mine in by_slot.items()], boxes)
+        groups = [_group(slot, mine, boxes) for slot, mine in by_slot.items()]
+        return cls(slots, groups, boxes)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -203,7 +204,10 @@ class TransferOps(Sequence[TransferOp]):
         name = self.slots[slot].name
         boxes = self.boxes.boxes
         for sender, entry, receiver, home, box in zip(
-            *group.send.columns(at), *group.recv.columns(at), group.box.tolist(), strict=True
+            *group.send.columns(at),
+            *group.recv.columns(at),
+            group.box.tolist(),
+            strict=True,
         ):
             train, inf = boxes[box]
             yield TransferOp(sender, receiver, name, train, inf, entry, home)
@@ -213,7 +217,10 @@ class TransferOps(Sequence[TransferOp]):
         groups = []
         for group in self.groups:
             wanted = np.ones(len(group.box), np.bool_)
-            for rank, ends in ((send_rank, group.send), (recv_rank, group.recv)):
+            for rank, ends in (
+                (send_rank, group.send),
+                (recv_rank, group.recv),
+            ):
                 if rank is not None:
                     wanted &= ends.ranks[ends.row] == rank
             groups.append(group.where(wanted))
@@ -225,12 +232,16 @@ class TransferOps(Sequence[TransferOp]):
         sizes = [np.zeros(0, np.int64)]
         widths = np.array([slot.width for slot in self.slots], np.int64)
         for group in self.groups:
-            ends.append(np.stack([group.send.ranks[group.send.row], group.recv.ranks[group.recv.row]]))
-            sizes.append(self.boxes.numels()[group.box] * widths[group.slots].sum())
+            senders = group.send.ranks[group.send.row]
+            receivers = group.recv.ranks[group.recv.row]
+            bytes_of_element = widths[group.slots].sum()
+            ends.append(np.stack([senders, receivers]))
+            sizes.append(self.boxes.numels()[group.box] * bytes_of_element)
         pairs, which = np.unique(np.concatenate(ends, 1), axis=1, return_inverse=True)
         totals = np.zeros(pairs.shape[1], np.int64)
         np.add.at(totals, which.reshape(-1), np.concatenate(sizes))
-        return dict(zip(zip(*pairs.tolist(), strict=True), totals.tolist(), strict=True))
+        between = zip(*pairs.tolist(), strict=True)
+        return dict(zip(between, totals.tolist(), strict=True))
 
     def digest(self) -> bytes:
         """Return 16 bytes that differ when the slots or the ops differ, however the ops are grouped."""
@@ -255,7 +266,8 @@ class TransferOps(Sequence[TransferOp]):
         ]
         text = repr(([column.tolist() for column in columns], boxes)).encode()
         digest = hashlib.blake2b(text, digest_size=16).digest()
-        return digest, np.ascontiguousarray(send.entries), np.ascontiguousarray(recv.entries)
+        entries = [np.ascontiguousarray(ends.entries) for ends in (send, recv)]
+        return digest, entries[0], entries[1]
 
 
 def _group(slot: int, ops: list[TransferOp], boxes: Boxes) -> Group:
@@ -269,13 +281,22 @@ def _group(slot: int, ops: list[TransferOp], boxes: Boxes) -> Group:
         rows = sorted(set(tensors))
         number = {row: at for at, row in enumerate(rows)}
         ranks, entries = np.array(rows, np.int64).T
-        ends.append(Ends(ranks, entries[None], np.array([number[tensor] for tensor in tensors], np.int64)))
+        row = np.array([number[tensor] for tensor in tensors], np.int64)
+        ends.append(Ends(ranks, entries[None], row))
     box = boxes.add((op.train_slices, op.inf_slices) for op in ops)
-    return Group(np.array([slot], np.int64), ends[0], ends[1], np.array(box, np.int64))
+    return Group(
+        np.array([slot], np.int64),
+        ends[0],
+        ends[1],
+        np.array(box, np.int64),
+    )
 
 
 def _order(op: TransferOp) -> tuple[object, ...]:
-    starts = tuple(each.start for each in op.train_slices), tuple(each.start for each in op.inf_slices)
+    starts = (
+        tuple(each.start for each in op.train_slices),
+        tuple(each.start for each in op.inf_slices),
+    )
     return op.send_rank, op.send_entry, op.recv_rank, op.recv_entry, *starts
 
 

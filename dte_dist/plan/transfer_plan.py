@@ -62,7 +62,9 @@ class Plan:
 
     @classmethod
     def between(
-        cls, sources: Mapping[int, Layout | RankLayout], receivers: Mapping[int, Layout | RankLayout]
+        cls,
+        sources: Mapping[int, Layout | RankLayout],
+        receivers: Mapping[int, Layout | RankLayout],
     ) -> Plan:
         """Return the plan from what each rank holds; every rank gets the same.
 
@@ -156,7 +158,11 @@ class Plan:
             for at, slot in enumerate(group.slots.tolist()):
                 left.discard(slot)
                 name = columns.slots[slot].name
-                filled = zip(recv.ranks.tolist(), recv.entries[at].tolist(), strict=True)
+                filled = zip(
+                    recv.ranks.tolist(),
+                    recv.entries[at].tolist(),
+                    strict=True,
+                )
                 _same_tensors(name, self._tensors(slot), set(filled))
                 for row, block in enumerate(self.held.block[self.held.at(slot)].tolist()):
                     key = block, keys[row]
@@ -166,7 +172,11 @@ class Plan:
                             [columns.boxes.boxes[box] for box in rows[row].tolist()],
                         )
                     if not tiled[key]:
-                        _refuse(name, [int(recv.ranks[row])], "do not cover every element exactly once")
+                        _refuse(
+                            name,
+                            [int(recv.ranks[row])],
+                            "do not cover every element exactly once",
+                        )
         for slot in sorted(left):
             _same_tensors(columns.slots[slot].name, self._tensors(slot), set())
 
@@ -190,7 +200,13 @@ class Plan:
     def _tensors(self, slot: int) -> set[tuple[int, int]]:
         """Return (rank, entry) of the receivers' tensors of a slot."""
         pieces = self.held.at(slot)
-        return set(zip(self.held.rank[pieces].tolist(), self.held.entry[pieces].tolist(), strict=True))
+        return set(
+            zip(
+                self.held.rank[pieces].tolist(),
+                self.held.entry[pieces].tolist(),
+                strict=True,
+            )
+        )
 
     def digest(self) -> bytes:
         """Return 16 bytes that differ when plans differ: compare them across ranks before relying on the
@@ -296,7 +312,10 @@ def _holding(given: Layout | RankLayout, known: list[Manifest]) -> RankLayout:
         if isinstance(given, Layout)
         else given
     )
-    same = next((each for each in known if each is holding.manifest or each == holding.manifest), None)
+    same = next(
+        (each for each in known if each is holding.manifest or each == holding.manifest),
+        None,
+    )
     if same is None:
         known.append(holding.manifest)
         return holding
@@ -334,5 +353,8 @@ def _same_tensors(slot: str, held: set[tuple[int, int]], filled: set[tuple[int, 
 
 def _refuse(slot: str, ranks: Sequence[int], what: str) -> NoReturn:
     raise LayoutMismatch(
-        f"the ops of a plan {what}", tensor=slot, ranks=ranks, hint="take all ops of Plan.between, each once"
+        f"the ops of a plan {what}",
+        tensor=slot,
+        ranks=ranks,
+        hint="take all ops of Plan.between, each once",
     )

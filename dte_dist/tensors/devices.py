@@ -64,7 +64,9 @@ def home_of(tensors: Sequence[Tensor], names: Sequence[str]) -> tuple[torch.devi
     return home, [index for index, device in enumerate(devices) if device != home]
 
 
-def brought_home(tensors: dict[str, Tensor]) -> tuple[torch.device, dict[str, Tensor]]:
+def brought_home(
+    tensors: dict[str, Tensor],
+) -> tuple[torch.device, dict[str, Tensor]]:
     """Return the device that named tensors can be read on, and all of them there: copies where they are away.
 
     Raises:
@@ -156,7 +158,14 @@ class StandIns:
         ):
             copies = [_copied(tensor, home) for tensor in live]
         counted = np.array(versions(copies), np.int64)
-        return cls(live, copies, np.array(places), np.array(away), np.zeros(len(live), np.int64), counted)
+        return cls(
+            live,
+            copies,
+            np.array(places),
+            np.array(away),
+            np.zeros(len(live), np.int64),
+            counted,
+        )
 
     def write_back(self) -> None:
         """Write the copies that were written to into the tensors: addresses stay, counters move by one."""

@@ -63,7 +63,17 @@ class FlatTensors:
         ([0, 6, 10], [[0, 1], [4, 0], [6, 2]])
     """
 
-    __slots__ = ("_own", "cast", "device", "dtypes", "starts", "table", "tensors", "width", "writes")
+    __slots__ = (
+        "_own",
+        "cast",
+        "device",
+        "dtypes",
+        "starts",
+        "table",
+        "tensors",
+        "width",
+        "writes",
+    )
 
     def __init__(
         self,
@@ -108,7 +118,9 @@ class FlatTensors:
         rounded = np.zeros(len(own), np.bool_)
         if self.device.type == "cpu" and kernels.rounds_as_torch():
             rounded = whole & np.fromiter(
-                [pair == _ROUNDED for pair in zip(own, dtypes, strict=True)], np.bool_, len(own)
+                [pair == _ROUNDED for pair in zip(own, dtypes, strict=True)],
+                np.bool_,
+                len(own),
             )
         flat = copy(self)
         flat.dtypes, flat.cast = tuple(dtypes), cast & ~rounded

@@ -55,7 +55,9 @@ class LiveTensors:
 
     @classmethod
     def of(
-        cls, objects: Sequence[Any], unwrap: Callable[[Sequence[Any]], list[Tensor]] = list
+        cls,
+        objects: Sequence[Any],
+        unwrap: Callable[[Sequence[Any]], list[Tensor]] = list,
     ) -> LiveTensors:
         """Ask each tensor all but its device.
 
@@ -102,7 +104,10 @@ class LiveTensors:
         contiguous = self.contiguous.copy()
         for index, place in zip(away, stand_ins.places.tolist(), strict=True):
             tensors[index] = stand_ins.copies[place]
-            addresses[index], contiguous[index] = stand_ins.copies[place].data_ptr(), True
+            addresses[index], contiguous[index] = (
+                stand_ins.copies[place].data_ptr(),
+                True,
+            )
         read = replace(self, tensors=tensors, addresses=addresses, contiguous=contiguous)
         return replace(read, stand_ins=stand_ins, _live=self)
 

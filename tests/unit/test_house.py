@@ -7,11 +7,14 @@ docs/architecture.md tells the order of folders and the way of one changed eleme
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_type_hints
 
+import numpy as np
 import pytest
 
 from dte_dist import delta_broadcast
@@ -42,6 +45,10 @@ ORDER = [
 
 LONGEST = 400
 """Lines of a file, at most."""
+
+
+DENSEST = 10
+"""Code tokens of a line, at most, on average of a folder."""
 
 
 def files() -> list[Path]:
@@ -77,6 +84,37 @@ def test_imports_point_backwards(path: Path) -> None:
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_is_too_long(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST
+
+
+SPACE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(tokenize.ENCODING, tokenize.ENDMARKER),
+}
+
+
+def density(path: Path) -> tuple[int, int]:
+    """Return the code tokens of a file, and the lines that have any; docstrings and comments are no code."""
+    text = path.read_text()
+    said: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            said.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    found = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in SPACE and token.start[0] not in said
+    ]
+    lines = {line for token in found for line in range(token.start[0], token.end[0] + 1)}
+    return len(found), len(lines)
+
+
+@pytest.mark.parametrize("folder", sorted({home(path) for path in files()} - {"kernels"}))
+def test_lines_say_one_thing(folder: str) -> None:
+    """On average of a folder; kernels apart, whose loops are arithmetic."""
+    counts = {path: density(path) for path in files() if home(path) == folder}
+    tokens, lines = np.array(list(counts.values())).sum(axis=0).tolist()
+    densest = sorted(counts, key=lambda path: counts[path][0] / max(counts[path][1], 1))[-3:]
+    assert tokens <= DENSEST * lines, f"{tokens / lines:.1f} tokens a line, the most in {densest}"
 
 
 def stations() -> list[tuple[str, str]]:
