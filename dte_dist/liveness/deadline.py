@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+from dte_dist.liveness.threads import Latch, start
+
 __all__ = ["Deadline", "within"]
 
 _SLICE: Final = 0.1
@@ -63,7 +65,7 @@ def within(deadline: Deadline, call: Callable[[], _T], *, stop: Callable[[], boo
     """
     answers: list[_T] = []
     errors: list[BaseException] = []
-    done = threading.Event()
+    done = Latch()
 
     def ask() -> None:
         try:
@@ -73,7 +75,7 @@ def within(deadline: Deadline, call: Callable[[], _T], *, stop: Callable[[], boo
         finally:
             done.set()
 
-    threading.Thread(target=ask, name="dte_dist store", daemon=True).start()
+    start(threading.Thread(target=ask, name="dte_dist store", daemon=True))
     while not done.wait(min(deadline.left, _SLICE)):
         if deadline.passed or stop():
             raise TimeoutError("no answer in time")

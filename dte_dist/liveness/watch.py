@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from dte_dist.errors import PeerLost
@@ -33,6 +34,7 @@ from dte_dist.liveness import lookout
 from dte_dist.liveness.board import Board, Verdict, late, names
 from dte_dist.liveness.deadline import Deadline, within
 from dte_dist.liveness.presence import Process
+from dte_dist.liveness.threads import Latch, start
 
 if TYPE_CHECKING:
     from dte_dist.liveness.rendezvous import Membership
@@ -142,7 +144,7 @@ class Watch:
         self._is_overdue = self._is_looked_at = False
         self._compiling = _COMPILING
         self._last: Verdict | None = None
-        self._has_said = threading.Event()
+        self._has_said = Latch()
 
     # The channel --------------------------------------------------------------------------------------------
 
@@ -355,11 +357,9 @@ class Watch:
             self.kill()
         elif not self._is_looked_at and time.monotonic() - since >= self.pause - _TICK:
             self._is_looked_at = True
-            look_on = threading.Thread(
-                target=self._look_on, args=(since,), name="dte_dist lookout", daemon=True
-            )
+            look_on = partial(self._look_on, since)
             try:
-                look_on.start()
+                threading.Thread(target=look_on, name="dte_dist lookout", daemon=True).start()
             except BaseException:
                 self._is_looked_at = False
                 raise
@@ -379,7 +379,7 @@ def _start_clock() -> None:
     with _starting:
         if _clock is None or not _clock.is_alive():
             _clock = threading.Thread(target=_tick, name="dte_dist clock", daemon=True)
-            _clock.start()
+            start(_clock)
 
 
 def _tick() -> None:

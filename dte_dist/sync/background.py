@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from dte_dist.liveness.threads import Latch, settle, start
 from dte_dist.report import SyncReport
 from dte_dist.sync.streams import Streams, synchronize, use_streams
 
@@ -40,7 +41,7 @@ class DeltaWork(dist.Work):
         super().__init__()
         self._report: SyncReport | None = None
         self._error: BaseException | None = None
-        self._done = threading.Event()
+        self._done = Latch()
         self._thread = threading.Thread(target=self._run, args=(run, streams), name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
@@ -53,7 +54,7 @@ class DeltaWork(dist.Work):
             >>> work.wait()
             'done'
         """
-        self._thread.start()
+        start(self._thread)
 
     def ended(self, timeout: float | None = None) -> bool:
         """Return whether the sync has ended, well or not, or was never begun; wait for it at most so many
@@ -64,7 +65,10 @@ class DeltaWork(dist.Work):
             >>> work.ended(timeout=60)
             True
         """
-        return self._done.wait(timeout) or not (self._thread.is_alive() or self._done.is_set())
+        if self._done.wait(timeout):
+            return True
+        settle()  # an interrupt may have left the thread about to begin
+        return not self._thread.is_alive() or self._done.is_set()
 
     def _run(self, run: Callable[[], SyncReport], streams: Streams) -> None:
         try:
@@ -128,7 +132,7 @@ class DeltaWork(dist.Work):
             'full'
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self._done.wait(min(seconds, threading.TIMEOUT_MAX) if seconds is not None else None):
+        if not self._done.wait(seconds):
             raise TimeoutError(f"the sync has not ended after {seconds} s; it goes on, wait again")
         if self._error is not None:
             raise self._error

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 
 from dte_dist.layout import Layout
+from dte_dist.liveness.threads import Latch
 
 __all__ = ["exclusive"]
 
@@ -51,7 +52,7 @@ class _Call:
     def __init__(self, caller: FrameType) -> None:
         self.thread = _here.__dict__.setdefault("thread", object())
         self.over = False
-        self.ended = threading.Event()
+        self.ended = Latch()
         self._number = threading.get_ident()
         self._caller = id(caller)
         *_, bottom = _stack(caller)
@@ -132,7 +133,7 @@ def _wait(queue: Queue, mine: _Call) -> None:
         ended.wait(_LOOK)
 
 
-def _before(queue: Queue, mine: _Call) -> threading.Event | None:
+def _before(queue: Queue, mine: _Call) -> Latch | None:
     """Return what is set when the call that has the turn ends; None if it is this one. Whoever is gone is
     taken out.
     """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 from dte_dist.codec.named_tensors import Payload
 from dte_dist.errors import ChannelClosed, PeerLost, VersionGap
+from dte_dist.liveness.threads import Latch
 from dte_dist.transport.base import Transport, check_timeout
 
 __all__ = ["LoopbackTransport"]
@@ -38,7 +40,8 @@ class LoopbackTransport(Transport):
         self._kept: dict[int, dict[int, Payload]] = {}
         self._last: dict[int, int] = {}
         self._closed = False
-        self._moved = threading.Condition()
+        self._guard = threading.Lock()
+        self._moved = Latch()
 
     def send(self, payload: Payload, *, timeout: timedelta | float) -> None:
         """Keep a payload for receivers, and drop the sender's oldest if there is no room; never waits.
@@ -51,7 +54,7 @@ class LoopbackTransport(Transport):
             2
         """
         check_timeout(timeout)
-        with self._moved:
+        with self._guard:
             self._refuse_closed()
             kept = self._kept.setdefault(payload.sender, {})
             kept.pop(payload.version, None)
@@ -59,7 +62,7 @@ class LoopbackTransport(Transport):
             self._last[payload.sender] = payload.version
             while len(kept) > self._room:
                 del kept[next(iter(kept))]
-            self._moved.notify_all()
+            self._wake()
 
     def receive(self, version: int, *, sender: int = 0, timeout: timedelta | float) -> Payload:
         """Return the payload of a sender that makes `version`, waiting for it if the sender has not come so
@@ -72,14 +75,19 @@ class LoopbackTransport(Transport):
             True
         """
         seconds = check_timeout(timeout)
-        with self._moved:
-            came = self._moved.wait_for(lambda: self._is_settled(version, sender), seconds)
-            self._refuse_closed()
-            kept = self._kept.get(sender, {})
-            if version in kept:
-                return kept[version]
-            got = f"v{', v'.join(map(str, kept))}" if kept else "nothing"
-        if came:
+        end = time.monotonic() + seconds
+        while True:
+            with self._guard:
+                self._refuse_closed()
+                kept = self._kept.get(sender, {})
+                if version in kept:
+                    return kept[version]
+                got = f"v{', v'.join(map(str, kept))}" if kept else "nothing"
+                left_out = version < self._last.get(sender, -1)
+                moved = self._moved
+            if left_out or not moved.wait(end - time.monotonic()):
+                break
+        if left_out:
             hint = "pull every version, keep a longer history, or push a full one"
             raise VersionGap(
                 "a version is not kept, or was never sent",
@@ -108,14 +116,16 @@ class LoopbackTransport(Transport):
                 ...
             dte_dist.errors.ChannelClosed: the transport is closed. Hint: make a new one.
         """
-        with self._moved:
+        with self._guard:
             self._closed = True
             self._kept.clear()
-            self._moved.notify_all()
+            self._wake()
 
-    def _is_settled(self, version: int, sender: int) -> bool:
-        """Return whether waiting any longer makes no difference."""
-        return self._closed or version in self._kept.get(sender, {}) or version < self._last.get(sender, -1)
+    def _wake(self) -> None:
+        """Have all that wait look again."""
+        moved = self._moved
+        self._moved = Latch()
+        moved.set()
 
     def _refuse_closed(self) -> None:
         if self._closed:
