@@ -104,7 +104,7 @@ _jobs: SimpleQueue[_Job] | None = None
 def _forget_parent() -> None:
     """Begin anew in a forked child: the starter is the parent's."""
     global _guard, _jobs
-    _guard, _jobs = threading.Lock(), None
+    _jobs = None
 
 
 os.register_at_fork(after_in_child=_forget_parent)
