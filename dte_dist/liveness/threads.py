@@ -103,7 +103,7 @@ _jobs: SimpleQueue[_Job] | None = None
 
 def _forget_parent() -> None:
     """Begin anew in a forked child: the starter is the parent's."""
-    global _guard, _jobs
+    global _jobs  # noqa: PLW0603
     _jobs = None
 
 
