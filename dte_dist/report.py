@@ -3,21 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral
 from typing import Any, Final, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["PHASES", "Phases", "SyncReport", "VerifyReport", "format_bytes"]
+__all__ = ["PHASES", "ChangedNames", "Marks", "Phases", "SyncReport", "VerifyReport", "format_bytes"]
 
 PHASES = ("wait", "detect", "encode", "gather", "wire", "decode", "apply", "commit", "verify")
 """The phases of a sync, in the order in which they begin."""
 
 _MOST_CODECS: Final = 3
 """Codec pairs that the line of a report names."""
+
+Marks = Sequence[tuple[np.ndarray, np.ndarray | Tensor]]
+"""Entries of a layout, and of each whether it is meant: int64[n] and bool[n], several times."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedNames:
+    """Names of the tensors that a sync concerned, put together when somebody asks.
+
+    Args:
+        names: of all entries of a layout; a tensor of several regions comes several times.
+        ties: groups of names that are one tensor.
+        marks: which of the entries are meant; on the device where they were found.
+
+    Example:
+        >>> marks = [(np.array([0, 2]), np.array([False, True]))]
+        >>> ChangedNames(["embed", "norm", "head"], [["embed", "head"]], marks).listed()
+        ('embed', 'head')
+    """
+
+    names: Sequence[str] = ()
+    ties: Sequence[Sequence[str]] = ()
+    marks: Marks = ()
+
+    def listed(self) -> tuple[str, ...]:
+        """Return the names, sorted; of tied ones all. Waits for an accelerator that marks lie on."""
+        found: set[str] = set()
+        for entries, mask in self.marks:
+            on_host = mask.cpu().numpy() if isinstance(mask, Tensor) else mask
+            found.update(self.names[entry] for entry in entries[on_host].tolist())
+        for group in self.ties:
+            if not found.isdisjoint(group):
+                found.update(group)
+        return tuple(sorted(found))
 
 
 class Phases:
@@ -169,6 +205,25 @@ class SyncReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, int] = field(default_factory=dict)
     verified: VerifyReport | None = None
+    _changed_names: ChangedNames = field(default=ChangedNames(), repr=False, compare=False)
+
+    @property
+    def changed_names(self) -> tuple[str, ...]:
+        """Names of the tensors that this sync changed on this rank, sorted; of tied ones all.
+
+        On a receiver: tensors of its module or layout (of `into`, if it has that) that were written to. None
+        that changed is missing. One that did not may be named too: a full sync or a seed writes all, and a
+        stretch of which most changed travels whole. On a rank that is a source only: tensors of which its own
+        share changed, exactly; for a full sync all that it sends. Names are those that ranks agree on, after
+        `rename=`. Nothing is put together before somebody asks.
+
+        Example:
+            >>> weights = {"a": torch.zeros(4), "b": torch.zeros(4)}
+            >>> layout = dte_dist.Layout.from_tensors(weights)  # on a rank that is the only source
+            >>> dte_dist.delta_broadcast(layout, src=0).changed_names
+            ('a', 'b')
+        """
+        return self._changed_names.listed()
 
     @property
     def density(self) -> float:
@@ -182,6 +237,8 @@ class SyncReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as values of JSON: tuples are lists, a verification is a dict of its own.
+
+        `changed_names`, which may be long, is left out.
 
         Example:
             >>> report = dte_dist.SyncReport(2, 1, "delta", "", 200, 20_000, 936, 0, 40_000, 1, (3,), 0.0519)
@@ -220,7 +277,8 @@ def _named(codecs: Mapping[str, int]) -> str:
 def _plain(value: Any) -> Any:
     """Return a value as JSON has it."""
     if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        names = (each.name for each in fields(value) if not each.name.startswith("_"))
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): _plain(found) for key, found in value.items()}
     if isinstance(value, tuple | list):

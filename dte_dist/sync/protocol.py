@@ -34,7 +34,7 @@ import numpy as np
 from torch import Tensor
 
 from dte_dist.errors import ApplyFailed, FrameError
-from dte_dist.report import Phases, SyncReport, VerifyReport
+from dte_dist.report import ChangedNames, Phases, SyncReport, VerifyReport
 from dte_dist.sync.channel_state import ChannelState
 from dte_dist.sync.control import ControlRow, Decision, check_calls, common_version, decide
 from dte_dist.sync.routes import Chosen, Load, Route, Sizes
@@ -359,7 +359,14 @@ class Sync:
             phases=dict(self._phases.seconds),
             codecs=dict(self._source.codecs) if self._source is not None and decision.followers else {},
             verified=verified,
+            _changed_names=self._changed_names(),
         )
+
+    def _changed_names(self) -> ChangedNames:
+        """Return the names of what was written here or, on a source only, of what changed."""
+        if self._receiver is not None:
+            return self._receiver.changed_names
+        return ChangedNames() if self._source is None else self._source.changed_names()
 
 
 def _as_apply_failed(error: Exception | None) -> Exception | None:

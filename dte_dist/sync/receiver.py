@@ -43,7 +43,9 @@ class Receiver(VersionedCopy):
     """
 
     def __init__(self, layout: Layout, model: ModelMap, rank: int) -> None:
-        super().__init__(model.receiver_spaces[rank], [entry.name for entry in layout.manifest.entries])
+        manifest = layout.manifest
+        names = [entry.name for entry in manifest.entries]
+        super().__init__(model.receiver_spaces[rank], names, ties=manifest.ties)
         self._layout = layout
         self.error: Exception | None = None
         self.index_maps: IndexMaps = {

@@ -20,7 +20,7 @@ from dte_dist.detect.detector import Detector
 from dte_dist.layout import Layout
 from dte_dist.plan.chunks import Chunk, ChunkPlan
 from dte_dist.plan.model_map import ModelMap
-from dte_dist.report import Phases
+from dte_dist.report import ChangedNames, Phases
 from dte_dist.sync.frame_builder import FrameBuilder, Lane, Lanes
 from dte_dist.sync.version import SyncStep
 from dte_dist.sync.versioned_snapshot import VersionedSnapshot
@@ -53,6 +53,8 @@ class Source(VersionedSnapshot):
         }
         super().__init__(spaces, dtypes, chunks)
         self._layout = layout
+        self._names = [entry.name for entry in layout.manifest.entries]
+        self._ties = layout.manifest.ties
         self._schema = schema
         self.codecs: Mapping[str, int] = {}
         self.error: Exception | None = None
@@ -106,6 +108,12 @@ class Source(VersionedSnapshot):
         changed.
         """
         return self._frames
+
+    def changed_names(self) -> ChangedNames:
+        """Return the names of the tensors of which something changed; known until `rollback`."""
+        if self.pieces is None:
+            return ChangedNames()
+        return ChangedNames(self._names, self._ties, self.pieces.marks())
 
     def seed_frames(self, step: SyncStep) -> list[Callable[[Tensor], None]]:
         """Return the snapshot itself, as functions that write the dense frame of each chunk into a buffer of

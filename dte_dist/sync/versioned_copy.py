@@ -24,6 +24,7 @@ from dte_dist.errors import DeltaError
 from dte_dist.layout import LiveTensors
 from dte_dist.plan.flat_space import FlatSpace
 from dte_dist.plan.index_map import IndexMap
+from dte_dist.report import ChangedNames
 from dte_dist.sync.control import OTHER_CHANNEL, WRITTEN
 from dte_dist.sync.staging import StagedPatch, Target
 from dte_dist.sync.version import NONE, VersionState
@@ -41,17 +42,25 @@ class VersionedCopy:
     Args:
         spaces: what this receiver holds, as pieces of the tensors that are read; by width.
         names: of the tensors.
+        ties: groups of names that are one tensor, of which the spaces have one.
 
     Attributes:
         state: version and lineage; version NONE means never seeded, being seeded, or dirty.
+        changed_names: of the tensors that the last version that was committed wrote to.
     """
 
     def __init__(
-        self, spaces: Mapping[int, FlatSpace], names: Sequence[str], state: VersionState | None = None
+        self,
+        spaces: Mapping[int, FlatSpace],
+        names: Sequence[str],
+        state: VersionState | None = None,
+        ties: Sequence[Sequence[str]] = (),
     ) -> None:
         self.state = VersionState() if state is None else state
         self._spaces = spaces
         self._names = names
+        self._ties = ties
+        self.changed_names = ChangedNames()
         self._staged = StagedPatch()
         self._targets: Mapping[int, Target] = {}
         self._memory: list[UntypedStorage] = []
@@ -67,6 +76,7 @@ class VersionedCopy:
             index_maps: from the spaces that what is staged counts in.
         """
         self._staged.clear()
+        self.changed_names = ChangedNames()
         begun = self.locate(read, index_maps)
         held = self.state.fingerprint
         if self.state.version != NONE and (held is None or not held.same(begun)):
@@ -188,6 +198,10 @@ class VersionedCopy:
         self.confirm()
         now = self._now
         self.state.fingerprint = None if now is None else now.watching(self._memory, self.state.fingerprint)
+        marks = [
+            (self._spaces[key].pieces.entry, target.flat.writes > 0) for key, target in self._targets.items()
+        ]
+        self.changed_names = ChangedNames(self._names, self._ties, marks)
         self.state.advance_to(version, lineage, full=full)
         self.rollback()
 

@@ -23,6 +23,7 @@ from dte_dist.layout import LiveTensors
 from dte_dist.plan.chunks import SEGMENT, Chunk
 from dte_dist.plan.flat_space import FlatSpace
 from dte_dist.report import Phases
+from dte_dist.sync.changed_pieces import ChangedPieces
 from dte_dist.sync.version import NONE, VersionState
 from dte_dist.tensors.flat import FlatTensors
 
@@ -50,6 +51,7 @@ class VersionedSnapshot:
         state: version and lineage of the snapshot.
         snapshot: the bits; None before the first reading.
         changed: elements found changed since the last `commit` or `rollback`.
+        pieces: which pieces of the spaces they are in; None before the first reading.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class VersionedSnapshot:
         self.state = VersionState() if state is None else state
         self.snapshot: Snapshot | None = None
         self.changed = 0
+        self.pieces: ChangedPieces | None = None
 
     def open(self, device: torch.device) -> Snapshot:
         """Return the snapshot, where the live tensors are now."""
@@ -81,6 +84,7 @@ class VersionedSnapshot:
         """Take over all changes and give them to a sink, batch by batch."""
         snapshot = self.open(local.device)
         live = self.live_spaces(local)
+        pieces = self.pieces = ChangedPieces(self.spaces, local.device)
         for width in self.spaces:
             ranges = [(chunk.first, chunk.length) for chunk in self._chunks if chunk.width == width]
             batches = snapshot.changes(live[width], width, ranges, detector)
@@ -91,6 +95,7 @@ class VersionedSnapshot:
                     break
                 with phases("encode"):
                     for changed in batch:
+                        pieces.note(width, changed)
                         sink.add(width, changed)
                 self.changed += sum(len(changed.new) for changed in batch)
 
@@ -99,6 +104,8 @@ class VersionedSnapshot:
         snapshot = self.open(local.device)
         live = self.live_spaces(local)
         self.state.version = NONE
+        self.pieces = ChangedPieces(self.spaces, local.device)
+        self.pieces.note_all()
         with phases("detect"):
             segments = ((chunk.width, *segment) for chunk in self._chunks for segment in chunk.segments())
             snapshot.refresh(live, segments)
@@ -124,6 +131,7 @@ class VersionedSnapshot:
                 self.state.roll_back(snapshot)
         finally:
             self.changed = 0
+            self.pieces = None
 
     def held(self) -> Snapshot:
         """Return the snapshot.

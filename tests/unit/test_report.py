@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import torch
 
-from dte_dist.report import PHASES, Phases, SyncReport, VerifyReport
+from dte_dist.report import PHASES, ChangedNames, Phases, SyncReport, VerifyReport
 
 REPORT = SyncReport(8, 7, "delta", "", 10, 1000, 96, 48, 2000, 2, (), 0.01)
 
@@ -89,7 +91,8 @@ def test_a_report_as_values_of_json() -> None:
         verified=verified,
     )
     found = report.as_dict()
-    assert set(found) == {each.name for each in fields(SyncReport)} and json.loads(json.dumps(found)) == found
+    named = {each.name for each in fields(SyncReport) if not each.name.startswith("_")}
+    assert set(found) == named and json.loads(json.dumps(found)) == found
     assert (found["version"], found["reason"], found["seeded"], found["phases"]) == (
         8,
         "",
@@ -124,6 +127,16 @@ def test_phases_add_up_and_count_a_block_that_raised() -> None:
         raise KeyError
     assert phases.seconds["wire"] > first >= 0.0 and list(phases.seconds) == ["wire"]
     assert set(phases.seconds) <= set(PHASES)
+
+
+def test_changed_names_are_sorted_and_each_comes_once_with_its_aliases() -> None:
+    names, ties = ["b", "b", "c", "tied", "a", "z"], [("a", "tied"), ("untouched", "z")]
+    regions = np.array([0, 1, 4]), np.array([True, True, True])
+    on_device = np.array([2, 5]), torch.tensor([True, False])
+    report = replace(REPORT, _changed_names=ChangedNames(names, ties, [regions, on_device]))
+    assert report.changed_names == ("a", "b", "c", "tied")
+    assert REPORT.changed_names == () and report == REPORT and "changed_names" not in repr(report)
+    assert pickle.loads(pickle.dumps(report)).changed_names == report.changed_names
 
 
 def test_a_report_cannot_be_changed() -> None:
