@@ -279,7 +279,17 @@ def _check_runs(runs: Runs) -> None:
 
 
 def _runs_meet(mine: Runs, theirs: Runs) -> bool:
-    return any(a < b + n and b < a + m for a, m in mine for b, n in theirs)
+    i = 0
+    j = 0
+    while i < len(mine) and j < len(theirs):
+        (start, length), (other, count) = mine[i], theirs[j]
+        if start < other + count and other < start + length:
+            return True
+        if start < other:
+            i += 1
+        else:
+            j += 1
+    return False
 
 
 def _indices(runs: Runs) -> np.ndarray:

@@ -37,7 +37,7 @@ from dte_dist.layout.names import (
     refuse_unencodable,
 )
 from dte_dist.layout.sharding import ShardSpec
-from dte_dist.layout.tensor_refs import TensorRef, refs_of_shards, refs_of_tensors, refs_of_views
+from dte_dist.layout.tensor_refs import TensorRef, View, refs_of_shards, refs_of_tensors, refs_of_views
 from dte_dist.layout.untrained_copies import CopyCheck, Counted
 from dte_dist.tensors.devices import home_of
 from dte_dist.tensors.live import LiveTensors
@@ -174,9 +174,7 @@ class Layout:
         return cls(refs_of_shards(shards), partial=partial)
 
     @classmethod
-    def from_views(
-        cls, views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]], *, partial: bool = False
-    ) -> Layout:
+    def from_views(cls, views: Iterable[View], *, partial: bool = False) -> Layout:
         """Describe named regions of local tensors, such as the parts of a fused projection.
 
         The views must stay valid: they are read and written for as long as the layout lives.
@@ -184,7 +182,9 @@ class Layout:
         Args:
             views: (name, local_view, full_shape, offsets) of each: the view, contiguous or not, holds the
                 hyper-rectangle of slot `name` that starts at `offsets`. A name may come again with another
-                region.
+                region. A fifth item, one step per dimension, says which indices of the slot the view holds
+                where these have gaps: 1 for one after the other, n for every n-th, (length, n) for the first
+                `length` of every n. The steps of a layout may stand for 2^20 runs.
             partial: a receiver asks for these tensors only, though the model has more.
 
         Raises:
@@ -197,6 +197,14 @@ class Layout:
             ...     4), (2, 0))])
             >>> layout.manifest.block(0, ()).runs
             (((2, 2),), ((0, 4),))
+
+            The sources interleave the rows of two projections, this rank has each by itself:
+
+            >>> gate, up = torch.zeros(2, 3, 4)
+            >>> layout = dte_dist.Layout.from_views([("gate_up", gate, (6, 4), (0, 0), (2, 1)), ("gate_up",
+            ...     up, (6, 4), (1, 0), (2, 1))])
+            >>> layout.manifest.block(1, ()).runs
+            (((1, 1), (3, 1), (5, 1)), ((0, 4),))
         """
         return cls(refs_of_views(views), partial=partial)
 

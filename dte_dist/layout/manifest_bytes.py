@@ -7,15 +7,18 @@ Names and geometries are kept apart, because thousands of slots share a few doze
      "geometries": [[shape, dtype, mesh or null, cuts, runs or null], ...],    in order of first use
      "meshes": [[shape, ranks], ...], "ties": [[name, ...], ...]}
 
+A run is [start, length]; 3 or more that come at a step are [start, length, step, count] together. "format"
+is 2 where there is such a step, else 1.
+
 The digest is taken of the text, not of the deflated bytes, which may differ between builds of zlib. Whatever
-is
-read is checked before it is believed: types, ranges, indices and the order of entries.
+is read is checked before it is believed: types, ranges, indices and the order of entries.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, Final
@@ -23,6 +26,7 @@ from typing import Any, Final
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout.blocks import Block, Cut
 from dte_dist.layout.placements import WHOLE, Entry, MeshSpec, Placement
+from dte_dist.layout.run_steps import MOST_RUNS, pack_runs, unpack_runs
 from dte_dist.tensors.dtypes import DTYPES
 
 __all__ = ["canonical_text", "pack", "unpack"]
@@ -32,6 +36,7 @@ Meshes = tuple[MeshSpec, ...]
 Ties = tuple[tuple[str, ...], ...]
 
 _FORMAT: Final = 1
+_STEPPED_FORMAT: Final = 2
 _MAX_TEXT: Final = 1 << 26
 _MAX_INT: Final = 1 << 62
 _MAX_SPLIT: Final = 1 << 20
@@ -40,16 +45,26 @@ _MAX_BYTES: Final = 1 << 62
 
 
 def canonical_text(entries: Entries, meshes: Meshes, ties: Ties) -> bytes:
-    """Return the JSON text of a manifest, the same for equal manifests."""
+    """Return the JSON text of a manifest, the same for equal manifests.
+
+    Raises:
+        LayoutMismatch: steps stand for more than 2^20 runs.
+    """
     numbers: dict[Any, int] = {}
     kinds = [
         numbers.setdefault((entry.shape, entry.dtype, entry.placement), len(numbers)) for entry in entries
     ]
+    geometries = [_geometry(*kind) for kind in numbers]
+    stepped = _stepped_runs(geometries)
+    if stepped > MOST_RUNS:
+        what = "the steps of a layout stand for too many runs"
+        hint = "give the tensors in longer runs, or fewer of them in one layout"
+        raise LayoutMismatch(what, expected=f"at most {MOST_RUNS:,}", got=f"{stepped:,}", hint=hint)
     document = {
-        "format": _FORMAT,
+        "format": _STEPPED_FORMAT if stepped else _FORMAT,
         "names": [entry.name for entry in entries],
         "kinds": kinds,
-        "geometries": [_geometry(*kind) for kind in numbers],
+        "geometries": geometries,
         "meshes": [[mesh.shape, mesh.ranks] for mesh in meshes],
         "ties": ties,
     }
@@ -76,7 +91,14 @@ def unpack(data: bytes) -> tuple[Entries, Meshes, Ties]:
 
 def _geometry(shape: tuple[int, ...], dtype: str, placement: Placement) -> list[Any]:
     cuts = [[cut.dim, cut.mesh_dim, cut.split_factor] for cut in placement.cuts]
-    return [shape, dtype, placement.mesh, cuts, None if placement.block is None else placement.block.runs]
+    runs = None if placement.block is None else [pack_runs(each) for each in placement.block.runs]
+    return [shape, dtype, placement.mesh, cuts, runs]
+
+
+def _stepped_runs(geometries: Sequence[Sequence[Any]]) -> int:
+    """Return how many runs the steps of all geometries stand for."""
+    lines = (line for geometry in geometries for line in geometry[4] or ())
+    return sum(_ints(list(run))[3] for line in lines for run in line if len(run) == 4)
 
 
 def _inflated(data: bytes) -> bytes:
@@ -88,10 +110,14 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _parts(document: Any) -> tuple[Entries, Meshes, Ties]:
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise ValueError(f"they are not in format {_FORMAT}")
+    if not isinstance(document, dict) or document.get("format") not in (_FORMAT, _STEPPED_FORMAT):
+        raise ValueError(f"they are not in format {_FORMAT} or {_STEPPED_FORMAT}")
+    described = [_list(item, 5) for item in _list(document["geometries"])]
+    stepped = _stepped_runs(described)
+    if (document["format"] == _STEPPED_FORMAT) != (stepped > 0) or stepped > MOST_RUNS:
+        raise ValueError(f"steps stand for {stepped} runs in format {document['format']}")
     meshes = tuple(_mesh(*_list(item, 2)) for item in _list(document["meshes"]))
-    geometries = [_read_geometry(_list(item, 5), meshes) for item in _list(document["geometries"])]
+    geometries = [_read_geometry(item, meshes) for item in described]
     names, kinds = _list(document["names"]), _list(document["kinds"])
     _check_strings(names)
     if any(type(kind) is not int or not 0 <= kind < len(geometries) for kind in kinds):
@@ -132,15 +158,11 @@ def _read_geometry(item: list[Any], meshes: Meshes) -> tuple[tuple[int, ...], st
 
 
 def _explicit(shape: tuple[int, ...], mesh: int | None, cuts: list[Any], runs: Any) -> Placement:
-    block = Block(tuple(tuple(_run(run) for run in _list(line)) for line in _list(runs)))
+    lines = ([_ints(run) for run in _list(line)] for line in _list(runs))
+    block = Block(tuple(tuple(unpack_runs(line)) for line in lines))
     if cuts or not block.fits(shape):
         raise ValueError(f"{block} is no block of a tensor of shape {shape}")
     return Placement(mesh, block=block)
-
-
-def _run(item: Any) -> tuple[int, int]:
-    start, length = _ints(item)
-    return start, length
 
 
 def _cuts(items: list[Any], dimensions: int, mesh_dimensions: int) -> tuple[Cut, ...]:

@@ -22,10 +22,17 @@ from dte_dist.layout import fsdp1
 from dte_dist.layout.blocks import Block, Runs
 from dte_dist.layout.names import NameRule, canonical_name, refuse_duplicates
 from dte_dist.layout.placements import MeshSpec
+from dte_dist.layout.run_steps import Step, step_runs
 from dte_dist.layout.sharding import ShardSpec
 from dte_dist.layout.untrained_copies import is_clone
 
-__all__ = ["Region", "TensorRef", "refs_of_shards", "refs_of_tensors", "refs_of_views"]
+__all__ = ["Region", "TensorRef", "View", "refs_of_shards", "refs_of_tensors", "refs_of_views"]
+
+View = (
+    tuple[str, Tensor, Sequence[int], Sequence[int]]
+    | tuple[str, Tensor, Sequence[int], Sequence[int], Sequence[Step]]
+)
+"""A named region: (name, local_view, full_shape, offsets), and steps if its indices have gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ def refs_of_shards(shards: Iterable[tuple[str, Tensor, ShardSpec]]) -> list[Tens
     return refs
 
 
-def refs_of_views(views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int]]]) -> list[TensorRef]:
+def refs_of_views(views: Iterable[View]) -> list[TensorRef]:
     """Return the tensor references of local tensors that are named regions of slots.
 
     An empty region that comes twice counts once.
@@ -112,15 +119,18 @@ def refs_of_views(views: Iterable[tuple[str, Tensor, Sequence[int], Sequence[int
     Raises:
         LayoutMismatch: a region leaves its slot, or the regions of a slot overlap or disagree on its full
             shape.
-        ValueError: an item is not (name, local_view, full_shape, offsets).
+        ValueError: an item is not (name, local_view, full_shape, offsets) or one with steps behind these, or
+            a step takes nothing.
     """
     by_name: dict[str, list[TensorRef]] = defaultdict(list)
     for item in views:
         match item:
-            case (str(name), Tensor() as view, full_shape, offsets):
-                by_name[name].append(_ref_of_view(name, view, tuple(full_shape), tuple(offsets)))
+            case (str(name), Tensor() as view, full_shape, offsets, *steps) if len(steps) < 2:
+                given = tuple(steps[0]) if steps else (1,) * view.dim()
+                by_name[name].append(_ref_of_view(name, view, tuple(full_shape), tuple(offsets), given))
             case _:
-                raise ValueError(f"a view is (name, local_view, full_shape, offsets), not {_shown(item)}")
+                form = "(name, local_view, full_shape, offsets), with steps behind these if it has some"
+                raise ValueError(f"a view is {form}, not {_shown(item)}")
     for name, refs in by_name.items():
         _refuse_conflicts(name, refs)
     return [ref for refs in by_name.values() for ref in _distinct(refs)]
@@ -171,14 +181,21 @@ def _refuse_flattened(name: str, tensor: Tensor) -> None:
         raise LayoutMismatch(what, tensor=name, hint=hint)
 
 
-def _ref_of_view(name: str, view: Tensor, full_shape: tuple[int, ...], offsets: tuple[int, ...]) -> TensorRef:
-    if not len(full_shape) == len(offsets) == view.dim():
+def _ref_of_view(
+    name: str,
+    view: Tensor,
+    full_shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    steps: tuple[Step, ...],
+) -> TensorRef:
+    if not len(full_shape) == len(offsets) == len(steps) == view.dim():
         raise LayoutMismatch(
-            "a view, its full shape and its offsets need the same number of dimensions",
+            "a view, its full shape, its offsets and its steps need the same number of dimensions",
             tensor=name,
-            got=f"view {tuple(view.shape)}, full shape {full_shape}, offsets {offsets}",
+            got=f"view {tuple(view.shape)}, full shape {full_shape}, offsets {offsets}, steps {steps}",
         )
-    ends = [offset + length for offset, length in zip(offsets, view.shape, strict=True)]
+    lines = tuple(map(step_runs, offsets, view.shape, steps))
+    ends = [sum(runs[-1]) if runs else offset for runs, offset in zip(lines, offsets, strict=True)]
     if min(offsets, default=0) < 0 or any(end > size for end, size in zip(ends, full_shape, strict=True)):
         raise LayoutMismatch(
             "the region leaves the slot",
@@ -186,7 +203,7 @@ def _ref_of_view(name: str, view: Tensor, full_shape: tuple[int, ...], offsets: 
             expected=f"inside {full_shape}",
             got=f"{offsets} to {tuple(ends)}",
         )
-    return TensorRef(name, {0: view}, 0, Region(full_shape, Block.rectangle(offsets, view.shape)))
+    return TensorRef(name, {0: view}, 0, Region(full_shape, Block(lines)))
 
 
 def _refuse_conflicts(name: str, refs: list[TensorRef]) -> None:

@@ -70,8 +70,8 @@ class ChangedPieces:
 
 
 def _are_between(positions: Tensor, bounds: np.ndarray) -> Any:
-    """Return whether any of the ascending positions lies from each bound to the next, where the positions are,
-    without waiting for an accelerator.
+    """Return whether any of the ascending positions lies from each bound to the next, without waiting for
+    the device that they are on.
     """
     if positions.is_cpu:
         return np.diff(np.searchsorted(positions.numpy(), bounds)) > 0

@@ -14,6 +14,8 @@ def manifests() -> list[Manifest]:
     cut = Placement(0, (Cut(0, 1), Cut(0, 0, 2)))
     left, right = (Placement(block=Block.rectangle((0, column), (4, 2))) for column in (0, 2))
     rows = [Entry(f"layers.{n}.weight", (8, 3), "bfloat16", Placement(0, (Cut(0, 1),))) for n in range(4)]
+    rows_of_heads = Block((((1, 2), (7, 2), (13, 2), (30, 1)), ((0, 1), (3, 1), (6, 1))))
+    steps = Entry("stepped", (40, 8), "bfloat16", Placement(block=rows_of_heads))
     fused = [Entry("fused", (4, 4), "float32", left), Entry("fused", (4, 4), "float32", right)]
     return [
         Manifest.build(
@@ -26,6 +28,7 @@ def manifests() -> list[Manifest]:
         ),
         Manifest.build([Entry("norm", (7,), "float8_e4m3fn", Placement(1))], MESHES, []),
         Manifest.build([Entry("w", (16, 16), "float16", cut)], MESHES),
+        Manifest.build([steps]),
         Manifest.build([]),
     ]
 

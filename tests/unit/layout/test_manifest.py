@@ -156,8 +156,31 @@ def put(*path_and_value):
     return change
 
 
+def stepped(*runs):
+    """Return what puts runs along the second dimension, of 7 indices, in the format that has steps."""
+
+    def change(document):
+        document["format"] = 2
+        document["geometries"].append([[4, 7], "bool", None, [], [[[0, 4]], list(runs)]])
+        document["kinds"].append(len(document["geometries"]) - 1)
+        document["names"].append("stepped")
+
+    return change
+
+
 FORGERIES = {
-    "another format": put("format", 2),
+    "another format": put("format", 3),
+    "a format of steps without one": put("format", 2),
+    "a step in a format without them": put("geometries", 1, 4, 1, 0, [0, 1, 1, 3]),
+    "a step of one run": stepped([0, 1, 2, 1]),
+    "steps that overlap": stepped([0, 2, 1, 3]),
+    "steps that touch": stepped([0, 1, 1, 3]),
+    "a step back": stepped([9, 1, -2, 3]),
+    "a step that leaves its tensor": stepped([0, 1, 2, 5]),
+    "steps of a fraction": stepped([0, 1, 1.5, 3]),
+    "steps of more runs than there is room for": stepped([0, 1, 2, 1 << 40]),
+    "fewer runs than none, to make up for that": stepped([0, 1, 2, -(1 << 40)], [0, 1, 2, 1 << 40]),
+    "a step of three numbers": stepped([0, 1, 2, 3], [6, 1, 2]),
     "a missing part": lambda document: document.pop("meshes"),
     "a name that is no string": put("names", 0, 7),
     "names out of order": put("names", 0, "zebra"),
@@ -208,6 +231,26 @@ def test_forged_manifests_are_refused(change):
     with pytest.raises(LayoutMismatch, match="damaged") as caught:
         Manifest.from_bytes(forged(change))
     assert len(str(caught.value)) < 1000 and str(caught.value).encode()
+
+
+def test_a_step_is_read_as_its_runs_and_written_in_one_spelling():
+    read = Manifest.from_bytes(forged(stepped([0, 1, 2, 3])))
+    assert read.entries[-1].placement.block == Block((((0, 4),), ((0, 1), (2, 1), (4, 1))))
+    for runs in ([[0, 1], [2, 1], [4, 1], [6, 1]], [[0, 1], [2, 1, 2, 3]], [[0, 1, 2, 3], [6, 1]]):
+        # a writer knows the last two spellings, too, but writes one step
+        again = Manifest.from_bytes(forged(lambda document, runs=runs: stepped_or_plain(document, runs)))
+        written = json.loads(zlib.decompress(again.to_bytes()))
+        assert written["format"] == 2 and written["geometries"][-1][4] == [[[0, 4]], [[0, 1, 2, 4]]]
+        assert Manifest.from_bytes(again.to_bytes()) == again
+
+
+def stepped_or_plain(document, runs):
+    stepped(*runs)(document)
+    document["format"] = 2 if any(len(run) == 4 for run in runs) else 1
+
+
+def test_a_manifest_without_steps_is_what_it_was():
+    assert json.loads(zlib.decompress(example().to_bytes()))["format"] == 1
 
 
 def test_deep_nesting_and_bombs_are_refused():
