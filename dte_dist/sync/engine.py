@@ -151,6 +151,16 @@ class DeltaEngine:
         """
         return self._state.version
 
+    @property
+    def changed_names(self) -> tuple[str, ...]:
+        """Names of the targets that the last pull wrote to, sorted; see `SyncReport.changed_names`.
+
+        Example:
+            >>> dte_dist.DeltaEngine(dte_dist.LoopbackTransport()).changed_names  # nothing is pulled yet
+            ()
+        """
+        return self._copy.changed_names.listed()
+
     def push(self, tensors: Given, version: int, *, full: bool = False) -> None:
         """Send what leads from the version pushed last to `version`; everything if there is none, or an
         anchor is due.
@@ -320,7 +330,7 @@ class DeltaEngine:
         """Return the copy that targets like these are; it takes over the version."""
         if incoming is self._incoming:
             return self._copy
-        return VersionedCopy(incoming.spaces, list(incoming.slots), self._state)
+        return VersionedCopy(incoming.spaces, incoming.names, self._state, incoming.ties)
 
     def _write(self, copy: VersionedCopy, incoming: Incoming, arrived: Arrived) -> None:
         """Write what is staged into place, and move to its version."""

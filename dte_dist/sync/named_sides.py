@@ -56,6 +56,8 @@ class Incoming:
         senders: by rank, what is sent.
         needed: by sender, the names that a full payload must have.
         index_maps: by number of the space and by sender, tables between the two.
+        names: of its tensors, in order; regions of one tensor have the same.
+        ties: groups of names that are one tensor, of which the spaces have one.
     """
 
     slots: Slots
@@ -63,6 +65,8 @@ class Incoming:
     senders: Mapping[int, SenderSpace]
     needed: Mapping[int, Collection[str]]
     index_maps: IndexMaps
+    names: Sequence[str]
+    ties: Sequence[Sequence[str]] = ()
 
     @classmethod
     def of(
@@ -82,7 +86,7 @@ class Incoming:
             }
             for number, space in spaces.items()
         }
-        return cls(slots, spaces, senders, needed, maps)
+        return cls(slots, spaces, senders, needed, maps, list(slots))
 
 
 class WholeTensors:
@@ -253,14 +257,16 @@ class PlannedTensors:
         """
         layout = _layout(given)
         local = layout.read()
-        names = _names([entry.name for entry in layout.manifest.entries])
-        one_device(local.live.tensors, names)
-        refuse_overlaps(names, local.live.tensors)
+        names = [entry.name for entry in layout.manifest.entries]
+        numbered = _names(names)
+        one_device(local.live.tensors, numbered)
+        refuse_overlaps(numbered, local.live.tensors)
         if layout is not self._target:
             for (number, entry), block in self._held.items():
                 self._check_entry(layout, self._plan.slots[number], entry, block, sends=False)
-            slots = slots_of(dict(zip(names, local.live.tensors, strict=True)))
-            self._target, self._incoming = layout, replace(self._incoming, slots=slots)
+            slots = slots_of(dict(zip(numbered, local.live.tensors, strict=True)))
+            said = replace(self._incoming, slots=slots, names=names, ties=layout.manifest.ties)
+            self._target, self._incoming = layout, said
         return local, self._incoming
 
     def check(

@@ -423,3 +423,26 @@ def test_an_iterator_that_was_used_up_is_told_from_other_names() -> None:
     with pytest.raises(LayoutMismatch, match="an iterator that was used before gives none"):
         engine.pull(targets, 2)
     engine.pull(copy.named_parameters(), 2)
+
+
+def test_names_of_the_last_pull_are_those_that_it_wrote_to() -> None:
+    weights = {
+        "b": torch.zeros(3),
+        "a": torch.zeros(2, 2),
+        "none": torch.zeros(0),
+        "wide": torch.zeros(2).double(),
+    }
+    copy = empty_like(weights)
+    copy["tied"], weights["tied"] = copy["b"], weights["b"]
+    engine = DeltaEngine(LoopbackTransport())
+    assert engine.changed_names == ()
+    expected = [("a", "b", "tied", "wide"), ("a",), (), ("b", "tied", "wide")]
+    for version, names in enumerate(expected):
+        for name in names if version else ():
+            weights[name].view(-1)[0] += 1 if name != "tied" else 0
+        engine.push(weights, version)
+        engine.pull(copy, version)
+        assert engine.changed_names == names and same_bits(weights, copy)
+    engine.push(weights, 9)
+    with pytest.raises(dte_dist.LayoutMismatch):
+        engine.pull({"a": copy["a"]}, 9)
