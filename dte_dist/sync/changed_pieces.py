@@ -7,11 +7,9 @@ and on an accelerator no wait for it. A receiver notes nothing: the kernels coun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dte_dist.detect.detector import Changed
 from dte_dist.plan.flat_space import FlatSpace
@@ -39,10 +37,8 @@ class ChangedPieces:
 
     def __init__(self, spaces: Mapping[int, FlatSpace], device: torch.device) -> None:
         self._spaces = spaces
-        self._masks: dict[int, np.ndarray | Tensor] = {
-            width: np.zeros(len(space.pieces), np.bool_)
-            if device.type == "cpu"
-            else torch.zeros(len(space.pieces), dtype=torch.bool, device=device)
+        self._masks = {
+            width: torch.zeros(len(space.pieces), dtype=torch.bool, device=device)
             for width, space in spaces.items()
         }
 
@@ -57,23 +53,17 @@ class ChangedPieces:
             mask[low:high] = True
             return
         bounds = (starts[low : high + 1] - begin).clip(0, changed.length).astype(np.int32)
-        mask[low:high] |= _are_between(changed.positions, bounds)
+        # No count comes back from here: it would have to be waited for.
+        below = torch.searchsorted(
+            changed.positions, torch.from_numpy(bounds).to(mask.device, non_blocking=True)
+        )
+        mask[low:high] |= below.diff() > 0
 
     def note_all(self) -> None:
         """Note that all is sent."""
         for mask in self._masks.values():
-            mask[:] = True
+            mask.fill_(True)
 
     def marks(self) -> Marks:
         """Return the entries of each space, and whether each has changes."""
         return [(space.pieces.entry, self._masks[width]) for width, space in self._spaces.items()]
-
-
-def _are_between(positions: Tensor, bounds: np.ndarray) -> Any:
-    """Return whether any of the ascending positions lies from each bound to the next, without waiting for
-    the device that they are on.
-    """
-    if positions.is_cpu:
-        return np.diff(np.searchsorted(positions.numpy(), bounds)) > 0
-    on_device = torch.from_numpy(bounds).to(positions.device, non_blocking=True)
-    return torch.searchsorted(positions, on_device).diff() > 0
