@@ -15,6 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dte_dist
+from dte_dist.detect.detector import Changed
+from dte_dist.layout import Block
+from dte_dist.plan.flat_space import FlatSpace, Piece, Pieces
+from dte_dist.report import ChangedNames
+from dte_dist.sync.changed_pieces import ChangedPieces
 from dte_dist.transport.communicator import Communicator, Membership
 from tests.distributed.launcher import Ranks
 from tests.gpu.device import DEVICE, ON_GPU, begin, random_bits, same_bits, settle, tier
@@ -80,11 +85,11 @@ def train_and_sync(  # noqa: PLR0917
     if lineage is not None:
         lineage.wait_stream(torch.cuda.current_stream())
     faults: list[Any] = []
-    with torch.cuda.lineage(lineage) if lineage is not None else nullcontext():
+    with torch.cuda.stream(lineage) if lineage is not None else nullcontext():
         for step in range(8):
             expected = {name: tensor.detach().clone() for name, tensor in trained.state_dict().items()}
             if ON_GPU and side:
-                with torch.cuda.lineage(torch.cuda.default_stream()):
+                with torch.cuda.stream(torch.cuda.default_stream()):
                     torch.cuda._sleep(20_000_000)  # whatever is queued on the default stream comes late
             found = getattr(dte_dist, collective)(trained, group, into=into, async_op=background, codec=codec)
             if background:
@@ -305,3 +310,33 @@ def over_the_wire(rank: int, world: int) -> dict[str, bool]:
 def test_the_wire_itself(ranks) -> None:
     (right,) = ranks.run(over_the_wire)
     assert right == dict.fromkeys(("device", "swap", "broadcast", "rows", "closed"), True)
+
+
+def names_of_changes(rank: int, world: int, collective: str) -> list[tuple[str, ...]]:
+    """Change one tensor, none, and two on both sides of an untouched one."""
+    begin()
+    group = dist.new_group([0], backend=BACKEND)
+    trained = {name: torch.zeros(40, 30, device=DEVICE) for name in "abcd"}
+    rollout = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
+    layout, into = dte_dist.Layout.from_tensors(trained), dte_dist.Layout.from_tensors(rollout)
+    found = []
+    for changed in ("", "c", "", "ad"):
+        for name in changed:
+            trained[name][3, 2] += 1
+        found.append(getattr(dte_dist, collective)(layout, group, into=into).changed_names)
+        settle()
+    return found
+
+
+@collectives
+def test_names_of_changed_tensors(ranks, collective: str) -> None:
+    assert ranks.run(names_of_changes, collective) == [[tuple("abcd"), ("c",), (), ("a", "d")]]
+
+
+def test_pieces_of_a_source_are_noted_where_the_changes_are() -> None:
+    space = FlatSpace.of(2, Pieces.of([Piece(slot, slot, Block.whole((4,))) for slot in range(3)]))
+    found = ChangedPieces({2: space}, DEVICE)
+    bits = torch.zeros(2, dtype=torch.int16, device=DEVICE)
+    found.note(2, Changed(0, 12, torch.tensor([1, 8], dtype=torch.int32, device=DEVICE), bits, bits))
+    names = ChangedNames("abc", [], found.marks())
+    assert names.listed() == ("a", "c")
