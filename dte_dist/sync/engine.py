@@ -30,7 +30,7 @@ from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, V
 from dte_dist.layout import LiveTensors
 from dte_dist.layout.named import Slots, refuse_difference
 from dte_dist.plan import Plan
-from dte_dist.sync.named_sides import Given, Incoming, PlannedTensors, WholeTensors
+from dte_dist.sync.named_sides import Given, Incoming, side_of
 from dte_dist.sync.payload_apply import stage
 from dte_dist.sync.tracker import DeltaTracker
 from dte_dist.sync.version import VersionState
@@ -126,7 +126,7 @@ class DeltaEngine:
         self._mode = mode
         self._anchor = anchor_interval
         self._timeout = check_timeout(timeout)
-        self._side = _side(plan, rank)
+        self._side = side_of(plan, rank)
         self.tracker = DeltaTracker(
             sparse_bytes_ratio=sparse_bytes_ratio, keep=mode == "delta", header=header
         )
@@ -393,15 +393,3 @@ class DeltaEngine:
 def _differ(one: int, other: int) -> bool:
     """Return whether two lineages are known to be different ones."""
     return one != other and 0 not in (one, other)
-
-
-def _side(plan: Plan | None, rank: int | None) -> WholeTensors | PlannedTensors:
-    if plan is None:
-        if rank is not None:
-            raise ValueError("rank= is a rank in a plan: pass plan= too")
-        return WholeTensors()
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan is a Plan, not a {type(plan).__name__}")
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-        raise ValueError(f"rank is this process's rank in the plan, not {rank!r}")
-    return PlannedTensors(plan, rank)

@@ -38,7 +38,7 @@ from dte_dist.sync.tracker import DeltaTracker
 from dte_dist.sync.versioned_copy import IndexMaps
 from dte_dist.tensors.overlaps import refuse_overlaps
 
-__all__ = ["Given", "Incoming", "PlannedTensors", "WholeTensors"]
+__all__ = ["Given", "Incoming", "PlannedTensors", "WholeTensors", "side_of"]
 
 Given = NamedTensors | Layout
 """Tensors as a caller hands them over: pairs or a mapping; with a plan also a `Layout`."""
@@ -316,6 +316,24 @@ class PlannedTensors:
         if held != sent and not (sends and held.is_floating_point and sent.is_floating_point):
             what = "this rank holds another dtype than the plan says"
             raise LayoutMismatch(what, tensor=slot.name, expected=sent, got=held, hint=_PLANNED)
+
+
+def side_of(plan: Plan | None, rank: int | None) -> WholeTensors | PlannedTensors:
+    """Return what a rank holds: along a plan, or without one all of every tensor.
+
+    Raises:
+        ValueError: they are no plan and no rank in it.
+        LayoutMismatch: the plan does not fill its receivers.
+    """
+    if plan is None:
+        if rank is not None:
+            raise ValueError("rank= is a rank in a plan: pass plan= too")
+        return WholeTensors()
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is a Plan, not a {type(plan).__name__}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise ValueError(f"rank is this process's rank in the plan, not {rank!r}")
+    return PlannedTensors(plan, rank)
 
 
 def _layout(given: Given) -> Layout:
