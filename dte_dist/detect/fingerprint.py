@@ -23,7 +23,6 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, UntypedStorage
 
-from dte_dist._torch_compat import versions as version_counters
 from dte_dist.detect.digest import own_digests
 from dte_dist.layout import LiveTensors
 
@@ -79,12 +78,13 @@ class Fingerprint:
 
     @classmethod
     def of(cls, local: LiveTensors, *, moved: bool = False) -> Fingerprint:
-        """Take the fingerprint of tensors; `moved` asks them for their addresses again."""
-        versions = np.array(version_counters(local.tensors), np.int64)
-        uncounted = [local.tensors[index] for index in np.flatnonzero(versions < 0).tolist()]
+        """Take the fingerprint of tensors, of the moment when they were read; `moved` asks them again."""
         addresses = local.addresses
-        if moved:
-            addresses = np.fromiter(map(Tensor.data_ptr, local.tensors), np.int64, len(local.tensors))
+        versions = local.counters
+        if versions is None or moved:
+            now, versions = local.now()
+            addresses = now if moved else addresses
+        uncounted = [local.tensors[index] for index in np.flatnonzero(versions < 0).tolist()]
         digests = own_digests(uncounted) if uncounted else _NONE
         return cls(
             addresses,

@@ -227,8 +227,11 @@ class Layout:
         """
         return list(self.read().live.tensors)
 
-    def read(self) -> LiveTensors:
+    def read(self, *, watch: bool = False) -> LiveTensors:
         """Return what `tensors` does, and what was learnt on the way; on one device, see `tensors.devices`.
+
+        Args:
+            watch: for who writes to them; see `LiveTensors.of`.
 
         Example:
             >>> read = dte_dist.Layout.from_tensors({"w": torch.zeros(2, 3)}).read()
@@ -243,7 +246,7 @@ class Layout:
         )
         for index in replaced:
             self._check(index, objects[index])
-        read = LiveTensors.of(objects, locals_of)
+        read = LiveTensors.of(objects, locals_of, watch=watch)
         local = list(read.tensors)
         moved = read.changed_since(self._before).tolist()
         for index in moved:

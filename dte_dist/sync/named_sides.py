@@ -125,7 +125,7 @@ class WholeTensors:
         refuse_overlaps(list(tensors), list(tensors.values()))
         if self._incoming is None or self._incoming.slots != slots or devices != self._devices:
             self._incoming, self._devices = _whole(slots, devices), devices
-        return LiveTensors.of(list(tensors.values())), self._incoming
+        return LiveTensors.of(list(tensors.values()), watch=True), self._incoming
 
     def check(
         self, payload: Payload, changes: Sequence[Change], incoming: Incoming, tensors: Sequence[Tensor]
@@ -256,7 +256,7 @@ class PlannedTensors:
             LayoutMismatch: they are not those of the plan, or on several devices, or overlap; names one.
         """
         layout = _layout(given)
-        local = layout.read()
+        local = layout.read(watch=True)
         names = [entry.name for entry in layout.manifest.entries]
         numbered = _names(names)
         one_device(local.live.tensors, numbered)

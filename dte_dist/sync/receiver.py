@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dte_dist.codec import FrameHead, PreviousDelta, Segment, read_frame
 from dte_dist.errors import FrameError
-from dte_dist.layout import Layout
+from dte_dist.layout import Layout, LiveTensors
 from dte_dist.plan.index_map import build_index_maps
 from dte_dist.plan.model_map import ModelMap
 from dte_dist.sync.versioned_copy import IndexMaps, VersionedCopy
@@ -70,7 +70,10 @@ class Receiver(VersionedCopy):
         self._history.discard()
         self.error, self._is_seeded = None, False
         self._tables = self.index_maps if index_maps is None else index_maps
-        self.begin_with(self._layout.read, self._tables)
+        self.begin_with(self._read, self._tables)
+
+    def _read(self) -> LiveTensors:
+        return self._layout.read(watch=True)
 
     def live(self) -> dict[int, FlatTensors]:
         """Return the live tensors by width, each in the order of this receiver's space."""
@@ -111,7 +114,7 @@ class Receiver(VersionedCopy):
         self.begin_to_write()
         if not self._is_seeded:
             # Others may have written since `begin`, or moved tensors: all is overwritten where it is now.
-            self.locate(self._layout.read, self._tables)
+            self.locate(self._read, self._tables)
             self._is_seeded = True
         target = self._targets[expected.width]
         for segment in segments:

@@ -22,6 +22,11 @@ __all__ = ["LiveTensors"]
 
 _CPU: Final = torch.device("cpu")
 
+_TOGETHER: Final = 256
+"""Tensors that are asked one thing after the other, while they are in the cache. All 20,000 of a large model
+are not: to go through all of them for each thing takes half as long again.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveTensors:
@@ -36,6 +41,8 @@ class LiveTensors:
         stand_ins: those among the tensors that stand for one on another device; None if none does.
         twins: further tensors over the same memory that count writes on their own, each with the index of
             the tensor that it stands beside.
+        counters: int64[tensors], the version counter of each at the same moment, -1 for an inference tensor;
+            None if that was not asked.
 
     Example:
         >>> local = LiveTensors.of([torch.zeros(2, 3), torch.zeros(2, 3).t()])
@@ -51,6 +58,7 @@ class LiveTensors:
     device: torch.device = _CPU
     stand_ins: StandIns | None = None
     twins: Sequence[tuple[int, Tensor]] = ()
+    counters: np.ndarray | None = None
     _live: LiveTensors | None = None
 
     @classmethod
@@ -58,26 +66,51 @@ class LiveTensors:
         cls,
         objects: Sequence[Any],
         unwrap: Callable[[Sequence[Any]], list[Tensor]] = list,
+        *,
+        watch: bool = False,
     ) -> LiveTensors:
         """Ask each tensor all but its device.
 
         Args:
             objects: the tensors, or what they are in.
             unwrap: returns the tensors in some of these.
+            watch: also ask for `counters`, as who writes to the tensors must.
         """
-        tensors = unwrap(objects)
-        count = len(tensors)
-        return cls(
-            tensors,
-            np.fromiter(map(Tensor.data_ptr, tensors), np.int64, count),
-            np.fromiter(map(Tensor.numel, tensors), np.int64, count),
-            np.fromiter(map(Tensor.is_contiguous, tensors), np.bool_, count),
-            [tensor.dtype for tensor in tensors],
-        )
+        count = len(objects)
+        counters = np.empty(count, np.int64) if watch else None
+        addresses = np.empty(count, np.int64)
+        numels = np.empty(count, np.int64)
+        contiguous = np.empty(count, np.bool_)
+        tensors: list[Tensor] = []
+        dtypes: list[torch.dtype] = []
+        for first in range(0, count, _TOGETHER):
+            here = slice(first, first + _TOGETHER)
+            some = unwrap(objects[here])
+            addresses[here] = list(map(Tensor.data_ptr, some))
+            numels[here] = list(map(Tensor.numel, some))
+            contiguous[here] = list(map(Tensor.is_contiguous, some))
+            dtypes += [tensor.dtype for tensor in some]
+            tensors += some
+            if counters is not None:
+                counters[here] = versions(some)
+        return cls(tensors, addresses, numels, contiguous, dtypes, counters=counters)
 
     def again(self) -> LiveTensors:
         """Return the same tensors, asked anew; there are no stand-ins among them."""
-        return replace(LiveTensors.of(self.tensors), device=self.device, twins=self.twins)
+        asked = LiveTensors.of(self.tensors, watch=self.counters is not None)
+        return replace(asked, device=self.device, twins=self.twins)
+
+    def now(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each tensor is and its version counter, as they are now."""
+        count = len(self.tensors)
+        addresses = np.empty(count, np.int64)
+        counters = np.empty(count, np.int64)
+        for first in range(0, count, _TOGETHER):
+            here = slice(first, first + _TOGETHER)
+            some = self.tensors[here]
+            addresses[here] = list(map(Tensor.data_ptr, some))
+            counters[here] = versions(some)
+        return addresses, counters
 
     def some(self, indices: np.ndarray) -> LiveTensors:
         """Return some of them, by their indices, without asking them again."""
@@ -122,7 +155,7 @@ class LiveTensors:
 
     def forget(self) -> LiveTensors:
         """Return the columns alone: what is kept between syncs must not keep memory alive."""
-        return replace(self, tensors=(), twins=())
+        return replace(self, tensors=(), twins=(), counters=None)
 
     def changed_since(self, before: LiveTensors) -> np.ndarray:
         """Return the indices of tensors that are not where, or not as, they were before; both have the same
