@@ -7,10 +7,10 @@ thread per side.
 
 1. `push` finds what changed since the version pushed last (`sync.tracker`), gives it to the transport, and
    only then moves on.
-2. `pull` waits for the payload of every sender that this rank needs, and checks each by itself, against the
-   version held, and against the targets (`sync.named_sides`). A delta must start from the version held, and
-   from the same lineage where both are known. A `Payload` made of the bare tensors of a Delta Transfer Engine
-   has none, and goes by its version alone.
+2. `pull` waits for the payload of every sender that this rank needs. The transport has each checked by itself
+   and against the targets (`sync.named_sides`) before its sender is told that it came, so that where senders
+   wait, what is wrong with the targets of one receiver is raised on all ranks. Then each is checked against
+   the version held, which is this rank's own affair (`sync.payload_chain`).
 3. Only if all of them are sound it writes (`sync.versioned_copy`). A receiver that fails while writing, or
    whose targets somebody else wrote to, has no version; full payloads of all its senders give it one again.
 """
@@ -18,7 +18,7 @@ thread per side.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,20 +26,19 @@ from typing import Literal
 
 from dte_dist.codec.header import NONE
 from dte_dist.codec.named_tensors import Change, Payload, check_version, read_payload
-from dte_dist.errors import ApplyFailed, FrameError, VersionError, VersionGap, VersionReplay, VersionRestart
+from dte_dist.errors import ApplyFailed, VersionError, VersionGap
 from dte_dist.layout import LiveTensors
 from dte_dist.layout.named import Slots, refuse_difference
 from dte_dist.plan import Plan
 from dte_dist.sync.named_sides import Given, Incoming, side_of
 from dte_dist.sync.payload_apply import stage
+from dte_dist.sync.payload_chain import IN_FULL, chain_fault, check_sender
 from dte_dist.sync.tracker import DeltaTracker
 from dte_dist.sync.version import VersionState
 from dte_dist.sync.versioned_copy import VersionedCopy
 from dte_dist.transport.base import TIMEOUT, Transport, check_timeout
 
 __all__ = ["Arrived", "DeltaEngine"]
-
-_IN_FULL = "push a full version: push(..., full=True)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,19 +116,15 @@ class DeltaEngine:
     ) -> None:
         if not isinstance(transport, Transport):
             raise ValueError(f"transport is a Transport, not a {type(transport).__name__}")
-        if mode not in ("delta", "full"):
-            raise ValueError(f"mode is 'delta' or 'full', not {mode!r}")
-        wrong = isinstance(anchor_interval, bool) or not isinstance(anchor_interval, int | None)
-        if wrong or (anchor_interval is not None and anchor_interval < 1):
-            raise ValueError(f"anchor_interval is a positive int or None, not {anchor_interval!r}")
         self._transport = transport
-        self._mode = mode
-        self._anchor = anchor_interval
-        self._timeout = check_timeout(timeout)
-        self._side = side_of(plan, rank)
-        self.tracker = DeltaTracker(
-            sparse_bytes_ratio=sparse_bytes_ratio, keep=mode == "delta", header=header
-        )
+        self._timeout = TIMEOUT.total_seconds()
+        with self._telling():
+            self._timeout = check_timeout(timeout)
+            self._mode, self._anchor = _mode(mode), _anchor(anchor_interval)
+            transport.check_plan(plan.digest() if isinstance(plan, Plan) else b"")
+            self._side = side_of(plan, rank)
+            keep = mode == "delta"
+            self.tracker = DeltaTracker(sparse_bytes_ratio=sparse_bytes_ratio, keep=keep, header=header)
         self._state = VersionState()
         self._lineages: Mapping[int, int] = {}
         self._copy = VersionedCopy({}, [], self._state)
@@ -192,7 +187,7 @@ class DeltaEngine:
             dte_dist.errors.VersionReplay: the version is not newer than the one pushed last ...
         """
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
-        with self._telling():
+        with self._telling(version):
             payload = self._side.payload(
                 self.tracker, tensors, version, full=full or anchor or self._mode == "full"
             )
@@ -204,12 +199,12 @@ class DeltaEngine:
         self.tracker.commit()
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self, version: int | None = None) -> Iterator[None]:
         """Tell an error that comes before the transport is asked to those who wait for this rank."""
         try:
             yield
         except Exception as error:
-            self._transport.fail(error, timeout=self._timeout)
+            self._transport.fail(error, timeout=self._timeout, version=version)
             raise
 
     def pull(self, targets: Given, version: int) -> None:
@@ -239,11 +234,23 @@ class DeltaEngine:
             >>> copy
             tensor([1., 1., 1.])
         """
-        with self._telling():
-            local, incoming = self._side.targets(targets)
-        arrived = self.decode_for_live_apply(version)
-        # Asked again: whoever uses the targets while this rank waits may give one other memory.
-        self._apply(arrived, local.again(), incoming)
+        looked: list[tuple[LiveTensors, Incoming]] = []
+
+        def check(payload: Payload, changes: Sequence[Change]) -> None:
+            if not looked:
+                looked.append(self._side.targets(targets))
+            if self._chain_fault(payload) is None:
+                self._check_targets(payload, changes, *looked[0])
+
+        arrived = self._arrive(version, check)
+        local, incoming = looked[0] if looked else self._side.targets(targets)
+        now = local.again()
+        moved = now.changed_since(local).tolist()
+        if moved:
+            names = [list(incoming.slots)[index] for index in moved]
+            what = "somebody else moved the targets while a version was on its way"
+            raise VersionGap(what, tensor=names[0], got=f"{len(names)} tensors", hint=IN_FULL)
+        self._commit(arrived, now, incoming)
 
     def decode_for_live_apply(self, version: int) -> Arrived:
         """Wait for a version and check it, while the targets are in use: nothing is written.
@@ -258,31 +265,30 @@ class DeltaEngine:
             >>> copy  # still in use
             tensor([0., 0., 0.])
         """
-        with self._telling():
+        return self._arrive(version, lambda *_: None)
+
+    def _arrive(self, version: int, check: Callable[[Payload, Sequence[Change]], None]) -> Arrived:
+        """Wait for the payloads of a version; each is checked before its sender is told that it came."""
+        with self._telling(version):
             check_version(version)
         deadline = time.monotonic() + self._timeout
-        payloads = [self._receive(version, sender, deadline) for sender in self._side.senders]
-        parts = tuple((payload, read_payload(payload)) for payload in payloads)
-        for payload in payloads:
+        read: dict[int, tuple[Payload, tuple[Change, ...]]] = {}
+
+        def accept(payload: Payload) -> None:
+            check_sender(payload, version, self._side.senders)
+            if payload.sender not in read or read[payload.sender][0] is not payload:
+                changes = read_payload(payload)
+                check(payload, changes)
+                read[payload.sender] = payload, changes
+
+        for sender in self._side.senders:
+            left = max(deadline - time.monotonic(), 1e-3)
+            payload = self._transport.receive_checked(version, accept, sender=sender, timeout=left)
+            check_sender(payload, version, [sender])
+        parts = tuple(read[sender] for sender in self._side.senders)
+        for payload, _ in parts:
             self._check_chain(payload)
         return Arrived(version, parts)
-
-    def _receive(self, version: int, sender: int, deadline: float) -> Payload:
-        left = max(deadline - time.monotonic(), 1e-3)
-        payload = self._transport.receive(version, sender=sender, timeout=left)
-        if not isinstance(payload, Payload) or (payload.version, payload.sender) != (version, sender):
-            got = (
-                f"v{payload.version} of rank {payload.sender}"
-                if isinstance(payload, Payload)
-                else type(payload).__name__
-            )
-            raise FrameError(
-                "the transport returned something else",
-                expected=f"v{version} of rank {sender}",
-                got=got,
-                hint="pull again",
-            )
-        return payload
 
     def commit_live_apply(self, arrived: Arrived, targets: Given) -> None:
         """Write into place what `decode_for_live_apply` returned; all checks come first.
@@ -302,23 +308,28 @@ class DeltaEngine:
             >>> copy
             tensor([1., 1., 1.])
         """
-        local, incoming = self._side.targets(targets)
-        self._apply(arrived, local, incoming)
-
-    def _apply(self, arrived: Arrived, local: LiveTensors, incoming: Incoming) -> None:
-        """Check what arrived against these targets, and write it into place."""
         for payload, _ in arrived.parts:
             self._check_chain(payload)
-        is_full = all(payload.full for payload, _ in arrived.parts)
-        if not is_full:
+        local, incoming = self._side.targets(targets)
+        for payload, changes in arrived.parts:
+            self._check_targets(payload, changes, local, incoming)
+        self._commit(arrived, local, incoming)
+
+    def _check_targets(
+        self, payload: Payload, changes: Sequence[Change], local: LiveTensors, incoming: Incoming
+    ) -> None:
+        """Check that a payload can be written to the targets."""
+        if not payload.full:
             held: Slots = {} if self._incoming is None else self._incoming.slots
             refuse_difference(held, incoming.slots, what="the targets of the pull before and of this one")
-        for payload, changes in arrived.parts:
-            self._side.check(payload, changes, incoming, local.live.tensors)
+        self._side.check(payload, changes, incoming, local.live.tensors)
+
+    def _commit(self, arrived: Arrived, local: LiveTensors, incoming: Incoming) -> None:
+        """Write what has arrived, all of which is checked."""
         copy = self._copy_of(incoming)
         try:
             copy.begin_with(lambda: local, incoming.index_maps)
-            if not is_full:
+            if not all(payload.full for payload, _ in arrived.parts):
                 self._refuse_written(copy)
             for payload, changes in arrived.parts:
                 stage(copy, incoming, payload.sender, changes)
@@ -343,7 +354,7 @@ class DeltaEngine:
             raise ApplyFailed(
                 "writing a payload into place broke off",
                 got=f"{type(error).__name__}: {error}",
-                hint=_IN_FULL,
+                hint=IN_FULL,
             ) from error
         self._lineages = {payload.sender: payload.lineage for payload, _ in arrived.parts}
         copy.commit(arrived.version, 0, full=all(payload.full for payload, _ in arrived.parts))
@@ -354,42 +365,27 @@ class DeltaEngine:
             written = copy.written()
             what = "somebody else wrote to the targets since the last pull, or replaced them"
             raise VersionGap(
-                what, tensor=min(written, default=None), got=f"{len(written)} tensors", hint=_IN_FULL
+                what, tensor=min(written, default=None), got=f"{len(written)} tensors", hint=IN_FULL
             )
 
     def _check_chain(self, payload: Payload) -> None:
-        """Check that a payload leads from the version held to a later one; a full one may come from another
-        lineage.
-        """
-        fault: tuple[type[VersionError], str] | None = None
-        held = self._state.version
-        lineage = self._lineages.get(payload.sender, 0)
-        if held == NONE:
-            fault = None if payload.full else (VersionGap, "a delta came before anything it could start from")
-        elif payload.version <= held and _differ(payload.lineage, lineage):
-            fault = VersionRestart, "a version comes from another run, which counts anew"
-        elif payload.version <= held:
-            fault = VersionReplay, "a version came that is held already, or a newer one"
-        elif payload.full:
-            fault = None
-        elif payload.base_version > held:
-            fault = VersionGap, "a delta starts from a later version than is held"
-        elif payload.base_version < held or _differ(payload.base_lineage, lineage):
-            fault = VersionRestart, "a delta comes from another run, or from before a push that broke off"
+        """Check that a payload leads from the version held to a later one."""
+        fault = self._chain_fault(payload)
         if fault is not None:
-            kind, what = fault
-            hint = "make a new engine, or push a full version above the one held"
-            if kind is VersionReplay:  # without a lineage, a new run looks like an old version
-                hint = "drop it" if payload.lineage else f"drop it; if its sender started anew, {hint}"
-            raise kind(
-                what,
-                ranks=[payload.sender] if payload.plan else None,
-                expected=f"from {held} on",
-                got=f"{'full' if payload.full else payload.base_version} -> {payload.version}",
-                hint=_IN_FULL if kind is VersionGap else hint,
-            )
+            raise fault
+
+    def _chain_fault(self, payload: Payload) -> VersionError | None:
+        return chain_fault(payload, self._state.version, self._lineages.get(payload.sender, 0))
 
 
-def _differ(one: int, other: int) -> bool:
-    """Return whether two lineages are known to be different ones."""
-    return one != other and 0 not in (one, other)
+def _mode(mode: str) -> str:
+    if mode not in ("delta", "full"):
+        raise ValueError(f"mode is 'delta' or 'full', not {mode!r}")
+    return mode
+
+
+def _anchor(interval: int | None) -> int | None:
+    is_int = isinstance(interval, int) and not isinstance(interval, bool)
+    if interval is not None and not (is_int and interval >= 1):
+        raise ValueError(f"anchor_interval is a positive int or None, not {interval!r}")
+    return interval

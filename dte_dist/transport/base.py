@@ -7,12 +7,13 @@ payload mean.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
 from dte_dist.codec.named_tensors import Payload
 
-__all__ = ["TIMEOUT", "Transport", "check_timeout"]
+__all__ = ["TIMEOUT", "Check", "Transport", "check_timeout"]
 
 TIMEOUT: Final = timedelta(minutes=10)
 """How long any one wait for another rank may take, unless the caller says otherwise."""
@@ -22,6 +23,9 @@ _SHORTEST: Final = 1e-3
 
 _LONGEST: Final = 1e9
 """Seconds; past 292 years the nanoseconds of a deadline do not fit the integers that torch counts them in."""
+
+Check = Callable[[Payload], object]
+"""Raises if the receiver cannot take a payload."""
 
 
 class Transport(ABC):
@@ -96,13 +100,50 @@ class Transport(ABC):
             {'w': tensor([1., 1., 1.])}
         """
 
-    def fail(self, error: Exception, *, timeout: float) -> None:  # noqa: B027
+    def receive_checked(self, version: int, check: Check, *, sender: int = 0, timeout: float) -> Payload:
+        """Do what `receive` does, and have the payload checked before its sender is told that it came.
+
+        For a transport whose senders do not wait for receivers this is `receive`, and then `check`.
+
+        Args:
+            version, sender, timeout: as for `receive`.
+            check: raises if the receiver cannot take the payload; it may be called more than once.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()
+            >>> transport.send(dte_dist.Payload(1, -1, True, {"w": torch.ones(3)}), timeout=1)
+            >>> transport.receive_checked(1, lambda payload: print(payload.nbytes), timeout=1).version
+            12
+            1
+        """
+        payload = self.receive(version, sender=sender, timeout=timeout)
+        check(payload)
+        return payload
+
+    def check_plan(self, plan: bytes) -> None:  # noqa: B027
+        """Refuse an engine that follows another plan than the transport; one without a plan takes any.
+
+        Args:
+            plan: `Plan.digest()` of the engine's plan; empty if it has none.
+
+        Raises:
+            LayoutMismatch: the plans differ.
+
+        Example:
+            >>> transport = dte_dist.LoopbackTransport()  # it has no plan
+            >>> transport.check_plan(b"")
+        """
+
+    def fail(  # noqa: B027
+        self, error: Exception, *, timeout: float, version: int | None = None
+    ) -> None:
         """Tell ranks that may be waiting for this one why it will not send or receive; nobody waits unless a
         transport says so.
 
         Args:
             error: what is wrong here; the engine raises it next, unless this raises what all ranks raise.
             timeout: seconds.
+            version: that this rank was to send or receive, if it was one.
 
         Example:
             >>> transport = dte_dist.LoopbackTransport()  # nobody waits for its senders

@@ -5,7 +5,7 @@
 2.   Every receiver makes room for what comes. An error is kept: the frames are drained all the same.
 3. o Frames go from every sender to the ranks that need its payload, and are checked there, the description
      first (`codec.payload_bytes`).
-4. o Vote: has every rank everything, and is it sound?
+4. o Vote: has every rank everything, is it sound, and does the receiver take it?
 
 Steps with a ring (o) are exchanges. The payload of one sender goes to its receivers by broadcasts, or if it
 is large through a chain of them, so that no rank sends it more than once (`BucketedBroadcast`). Those of
@@ -25,7 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from dte_dist.codec.header import NONE
-from dte_dist.codec.named_tensors import Payload
+from dte_dist.codec.named_tensors import Payload, check_version
 from dte_dist.codec.payload_bytes import (
     MOST_DATA,
     MOST_TEXT,
@@ -35,10 +35,11 @@ from dte_dist.codec.payload_bytes import (
     frame_sizes,
     piece_sizes,
 )
-from dte_dist.errors import FrameError, PeerLost, VersionError
+from dte_dist.errors import FrameError, LayoutMismatch, PeerLost, VersionError, VersionGap
 from dte_dist.plan.transfer_plan import Plan
 from dte_dist.report import Phases
 from dte_dist.transport.all_or_none import AgreedError, capture, capture_error, raise_if_any
+from dte_dist.transport.base import Check
 from dte_dist.transport.broadcast import BucketedBroadcast
 from dte_dist.transport.buffers import Frame, explain_memory
 from dte_dist.transport.communicator import Communicator
@@ -110,6 +111,57 @@ class Roles:
         """Return the other ranks that need the payload of a sender, ascending."""
         return tuple(rank for rank in self.members if rank != sender and sender in self.needs.get(rank, ()))
 
+    def check_plan(self, rank: int, plan: bytes) -> None:
+        """Check that the engine of a rank follows the plan, if there is one.
+
+        Raises:
+            LayoutMismatch: it follows another one.
+        """
+        if self.plan and plan != self.plan:
+            what = "the engine does not follow the plan of its transport"
+            hint = "give transport and engine the same plan, on every rank"
+            got = plan.hex() or "no plan"
+            raise LayoutMismatch(what, ranks=[rank], expected=self.plan.hex(), got=got, hint=hint)
+
+    def check_payload(self, rank: int, payload: Payload) -> None:
+        """Check that a rank may send a payload.
+
+        Raises:
+            ValueError: the rank is no sender, or it is no payload.
+            LayoutMismatch: it is that of another rank or plan.
+        """
+        if rank not in self.contributors:
+            senders = ", ".join(map(str, self.contributors))
+            raise ValueError(f"rank {rank} is no sender of this transport, these are: {senders}")
+        if not isinstance(payload, Payload):
+            raise ValueError(f"a transport sends a Payload, not a {type(payload).__name__}")
+        check_version(payload.version)
+        if self.plan and (payload.sender, payload.plan) != (rank, self.plan):
+            expected = f"rank {rank}, {self.plan.hex()}"
+            got = f"rank {payload.sender}, {payload.plan.hex()}"
+            what = "a payload of another rank or plan"
+            hint = "give transport and engine the same plan, and the engine this process's rank in the group"
+            raise LayoutMismatch(what, ranks=[rank], expected=expected, got=got, hint=hint)
+
+    def check_request(self, rank: int, source: int, version: int, met: int | None) -> None:
+        """Check that a rank may wait for a payload of `source`.
+
+        Args:
+            rank, source: who asks, and for whose payload.
+            version: that is asked for.
+            met: the version that this rank met the others for last.
+
+        Raises:
+            ValueError: it does not get the payloads of that rank.
+            VersionGap: it sends, too, and has not sent this version.
+        """
+        if source not in self.needs.get(rank, ()):
+            raise ValueError(f"rank {rank} does not get the payloads of rank {source}")
+        if source == rank or rank in self.senders:
+            what = "a rank that sends, too, asked for a version that it has not sent"
+            got = "none" if met is None else met
+            raise VersionGap(what, ranks=[rank], expected=version, got=got, hint="push, then pull once")
+
     def digest(self) -> bytes:
         """Return 16 bytes that differ when roles differ."""
         return hashlib.blake2b(
@@ -133,13 +185,20 @@ class Meeting:
         self._roles = roles
         self._move = _mover(data, rank, roles)
 
-    def run(self, version: int, payload: Payload | None, error: Exception | None) -> dict[int, Payload]:
+    def run(
+        self,
+        version: int,
+        payload: Payload | None,
+        error: Exception | None,
+        check: Check | None = None,
+    ) -> dict[int, Payload]:
         """Meet for a version; all members must call.
 
         Args:
             version: that is sent.
             payload: of this rank; None if it sends none.
             error: of this call, to be raised on all ranks.
+            check: called with each payload that comes, before the vote.
 
         Returns:
             By sender, the payloads that this rank needs of others.
@@ -168,6 +227,9 @@ class Meeting:
         payloads: dict[int, Payload] = {}
         self._control.watch.is_ending = True
         faults.keep(lambda: payloads.update(self._payloads(arrivals, version)))
+        if check is not None:
+            for arrived in payloads.values():
+                faults.keep(partial(check, arrived))
         exchange_rows(self._control, explain_memory(faults.first, hint=_FREE))
         return payloads
 

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from dte_dist import kernels
-from dte_dist.codec.named_tensors import Payload
-from dte_dist.errors import ChannelClosed, DeltaError, LayoutMismatch, PeerLost, VersionGap
+from dte_dist.codec.named_tensors import Payload, check_version
+from dte_dist.errors import ChannelClosed, DeltaError, LayoutMismatch, PeerLost, VersionReplay
 from dte_dist.liveness.rendezvous import call_roll, forget_meeting
 from dte_dist.liveness.watch import Watch
 from dte_dist.plan.transfer_plan import Plan
 from dte_dist.tensors.flat import BITS
 from dte_dist.transport.all_or_none import AgreedError, capture, capture_error, end_together
-from dte_dist.transport.base import TIMEOUT, Transport, check_timeout
+from dte_dist.transport.base import TIMEOUT, Check, Transport, check_timeout
 from dte_dist.transport.communicator import Communicator, Group, Membership
 from dte_dist.transport.meeting import Meeting, Roles, exchange_rows
 
@@ -57,6 +57,7 @@ class ProcessGroupTransport(Transport):
     * If ranks send or ask for different versions, all of them raise the same `VersionError`; likewise any
       other error of one rank. The transport stays usable, and the sender's next delta contains the one that
       failed.
+    * To send a version that all have got, or to ask for it again, is a `VersionReplay` at once.
     * A rank that dies, or does not come within the timeout, is a `PeerLost` on all others, with the same
       text. The transport is closed then; make one on a group of the survivors.
     * Once a rank has closed its transport, the others get `ChannelClosed`. A rank outside the plan, which
@@ -136,9 +137,8 @@ class ProcessGroupTransport(Transport):
     def _come(self, membership: Membership) -> Communicator:
         """Come together with the other ranks."""
         with self._watch.compiling() as say:
-            kernels.precompile(
-                BITS, say
-            )  # of all widths, and now: at the first payload others would be waiting
+            # Of all widths, and now: at the first payload others would be waiting.
+            kernels.precompile(BITS, say)
         call_roll(self._watch)
         return self._wire("control", range(membership.size), membership, "gloo")
 
@@ -152,10 +152,9 @@ class ProcessGroupTransport(Transport):
         rows = exchange_rows(control, error, [can_nccl, *digest])
         if roles is None or (rows[:, 1:] != digest).any():
             others = [rank for rank, row in enumerate(rows[:, 1:].tolist()) if row != rows[0, 1:].tolist()]
+            what = "the ranks disagree on who sends to whom"
             hint = "pass the same src= or plan= on every rank"
-            raise AgreedError(
-                LayoutMismatch("the ranks disagree on who sends to whom", ranks=[0, *others], hint=hint)
-            )
+            raise AgreedError(LayoutMismatch(what, ranks=[0, *others], hint=hint))
         forget_meeting(self._watch, [control])
         self._roles, members = roles, roles.members
         self._watch.members, self._watch.is_ending, self._control = members, False, control
@@ -177,6 +176,7 @@ class ProcessGroupTransport(Transport):
         """Send this rank's payload to all ranks that need it, and wait until they have it.
 
         Raises:
+            VersionReplay: all have got a payload of this version.
             VersionError, FrameError, LayoutMismatch, ValueError, SyncFailed: on all ranks; nobody has got it.
             PeerLost: a rank was lost, or did not come in time.
             ChannelClosed: the transport is closed, here or on another rank.
@@ -208,8 +208,9 @@ class ProcessGroupTransport(Transport):
             timeout: seconds, or a timedelta.
 
         Raises:
+            VersionReplay: this rank has received it.
             VersionError, FrameError, ValueError, SyncFailed: on all ranks; nobody has got anything.
-            VersionGap: on a rank that sends, too: it has not sent this version, or has received it before.
+            VersionGap: on a rank that sends, too: it has not sent this version.
             PeerLost: a rank was lost, or did not come in time.
             ChannelClosed: the transport is closed, here or on another rank.
 
@@ -223,21 +224,40 @@ class ProcessGroupTransport(Transport):
             >>> payload.tensors["w"]
             tensor([1., 1., 1.])
         """
+        return self.receive_checked(version, lambda _: None, sender=sender, timeout=timeout)
+
+    def receive_checked(
+        self, version: int, check: Check, *, sender: int = 0, timeout: timedelta | float
+    ) -> Payload:
+        """Do what `receive` does, and check what comes for this rank before any rank has got anything: what
+        `check` raises is raised on all ranks.
+
+        On a rank that sends, too, the payloads came along with `send`: there it raises on this rank alone.
+
+        Example:
+            >>> transport = dte_dist.ProcessGroupTransport(group)
+            >>> if rank == 0:
+            ...     transport.send(dte_dist.payload_of({"w": torch.ones(3)}, version=1), timeout=60)
+            ... else:
+            ...     payload = transport.receive_checked(1, dte_dist.payload_to_frames, timeout=60)
+        """
         self._refuse_closed()
         source = sender if self._roles.plan else self._roles.contributors[0]
         found = self._take(version, source)
         if found is not None:
+            check(found)
             return found
         error = capture_error(lambda: self._check_request(version, source))
         if error is not None:
             self._refuse(error, version, timeout)
-        self._meet(version, None, None, timeout)
+        self._meet(version, None, None, timeout, check)
         return self._kept.pop(source)
 
-    def fail(self, error: Exception, *, timeout: timedelta | float) -> None:
+    def fail(self, error: Exception, *, timeout: timedelta | float, version: int | None = None) -> None:
         """Meet the others, who are waiting, with an error; all ranks raise it.
 
         Raises:
+            VersionReplay: all have got a payload of `version`, so nobody waits.
             DeltaError, ValueError: the error, on all ranks.
             PeerLost: a rank was lost, or did not come in time.
             ChannelClosed: another rank has closed the transport.
@@ -254,7 +274,20 @@ class ProcessGroupTransport(Transport):
             no weights to send (raised on rank 0 of the group)
         """
         if self._why is None and os.getpid() == self._pid and self._rank in self._roles.members:
+            self._refuse_met(version)
             self._meet(_NONE, None, error, timeout)
+
+    def check_plan(self, plan: bytes) -> None:
+        """Refuse an engine whose plan is not that of the transport.
+
+        Raises:
+            LayoutMismatch: it is another one.
+
+        Example:
+            >>> transport = dte_dist.ProcessGroupTransport(group)
+            >>> transport.check_plan(b"")  # of an engine without a plan
+        """
+        self._roles.check_plan(self._rank, plan)
 
     def close(self) -> None:
         """Close the transport on this rank; the others are told when they call next.
@@ -277,40 +310,20 @@ class ProcessGroupTransport(Transport):
             self._drop("it was closed")
 
     def _check_payload(self, payload: Payload) -> None:
-        roles = self._roles
-        if self._rank not in roles.contributors:
-            raise ValueError(
-                f"rank {self._rank} is no sender of this transport, these are: "
-                f"{', '.join(map(str, roles.contributors))}"
-            )
-        if not isinstance(payload, Payload):
-            raise ValueError(f"a transport sends a Payload, not a {type(payload).__name__}")
-        _check_version(payload.version)
-        if roles.plan and (payload.sender, payload.plan) != (self._rank, roles.plan):
-            expected, got = (
-                f"rank {rank}, {plan.hex()}"
-                for rank, plan in ((self._rank, roles.plan), (payload.sender, payload.plan))
-            )
-            hint = "give transport and engine the same plan, and the engine this process's rank in the group"
-            raise LayoutMismatch(
-                "a payload of another rank or plan", ranks=[self._rank], expected=expected, got=got, hint=hint
-            )
+        self._roles.check_payload(self._rank, payload)
+        if self._rank in self._roles.senders:
+            self._refuse_met(payload.version)
 
     def _check_request(self, version: int, source: int) -> None:
         """Check that this rank may wait for a payload that is not here."""
-        _check_version(version)
-        if source not in self._roles.needs.get(self._rank, ()):
-            raise ValueError(f"rank {self._rank} does not get the payloads of rank {source}")
-        if source == self._rank or self._rank in self._roles.senders:
-            what = "a rank that sends, too, asked for a version that it has not sent, or has received"
-            got = self._met
-            raise VersionGap(
-                what,
-                ranks=[self._rank],
-                expected=version,
-                got="none" if got is None else got,
-                hint="push, then pull once",
-            )
+        check_version(version)
+        self._refuse_met(version)
+        self._roles.check_request(self._rank, source, version, self._met)
+
+    def _refuse_met(self, version: object) -> None:
+        if self._met is not None and version == self._met:
+            what = "all ranks have got this version already"
+            raise VersionReplay(what, expected="another", got=version, hint="go on with the next version")
 
     def _take(self, version: int, source: int) -> Payload | None:
         """Give out a payload that is here."""
@@ -329,21 +342,21 @@ class ProcessGroupTransport(Transport):
         raise error
 
     def _meet(
-        self, version: int, payload: Payload | None, error: Exception | None, timeout: timedelta | float
+        self,
+        version: int,
+        payload: Payload | None,
+        error: Exception | None,
+        timeout: timedelta | float,
+        check: Check | None = None,
     ) -> None:
-        """Meet all members, and keep what comes for this rank.
-
-        Raises:
-            PeerLost, ChannelClosed: the transport is closed.
-            Exception: on all ranks.
-        """
+        """Meet all members, and keep what comes for this rank."""
         seconds, wrong = capture(lambda: check_timeout(timeout))
         for wire in self._wires:
             wire.timeout = timedelta(seconds=min(seconds or self._patience, self._patience))
         self._kept, self._met = {}, None
         self._watch.call()
         with self._watch:
-            self._kept = self._guarded(lambda: self._meeting.run(version, payload, error or wrong))
+            self._kept = self._guarded(lambda: self._meeting.run(version, payload, error or wrong, check))
         self._met = version
 
     def _guarded(self, steps: Callable[[], _T]) -> _T:
@@ -360,10 +373,9 @@ class ProcessGroupTransport(Transport):
 
     def _refuse_closed(self) -> None:
         if os.getpid() != self._pid:
+            what = "the transport belongs to the process that this one was forked from"
             hint = "use it in the process that made it; start workers by spawn, not fork"
-            raise ChannelClosed(
-                "the transport belongs to the process that this one was forked from", hint=hint
-            )
+            raise ChannelClosed(what, hint=hint)
         if self._why is not None:
             raise ChannelClosed(f"the transport is closed: {self._why}", hint=_NEW)
 
@@ -383,8 +395,3 @@ class ProcessGroupTransport(Transport):
 
 def _closed(ranks: Sequence[int]) -> ChannelClosed:
     return ChannelClosed("a rank closed the transport", ranks=ranks, hint=_NEW)
-
-
-def _check_version(version: int) -> None:
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 62:
-        raise ValueError(f"a version is an int from 0 to 2^62, not {version!r}")
