@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from dte_dist.sync.background import DeltaWork
 from dte_dist.sync.channel import Abandoned, Channel
 from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.protocol import PreparedSync
-from dte_dist.sync.registry import find_channel, find_or_open, is_in_use
+from dte_dist.sync.registry import find_channel, find_or_open, find_stand_in
 from dte_dist.sync.streams import fork_streams, join_caller, use_streams
 from dte_dist.transport.communicator import Group, group_of
 
@@ -221,10 +221,13 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         (2,)
     """
     pg = group_of(group)
+    error: Exception | None = None
     if (channel := find_channel(module, pg)) is None:
-        raise ValueError(
-            "there is no open channel of this module and group: verify after delta_broadcast or delta_p2p"
-        )
+        what = "there is no open channel of this module and group"
+        error = _refuse_kind(module) or ValueError(f"{what}: verify after delta_broadcast or delta_p2p")
+        module = find_stand_in(pg)  # through it the others are told
+        if (channel := find_channel(module, pg)) is None:
+            raise error
     into = channel.into()
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
         running.wait_for(module, into)
@@ -232,7 +235,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         # A call of another thread may have opened a new one meanwhile.
         channel = find_channel(module, pg) or channel
         try:
-            return channel.verify()
+            return channel.verify(error)
         except BaseException as error:
             channel.abort(error)
             if isinstance(error, Abandoned):
@@ -264,11 +267,9 @@ def _sync(
         error = caught
     except Exception as caught:  # an argument of a type that cannot be worked with
         error = ValueError(f"an argument makes no sense: {type(caught).__name__}: {caught}")
-    if not isinstance(module, torch.nn.Module | Layout):
-        error = ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
-        if is_in_use(pg):  # the other ranks may be about to use a channel that this rank cannot find
-            raise error
-        module = torch.nn.Module()  # it stands in, to tell them when they open one
+    if (wrong := _refuse_kind(module)) is not None:
+        error = wrong
+        module = find_stand_in(pg) or torch.nn.Module()  # the others are told there, or when they open one
     call = _Call(module, pg, options or options_of(), error, into)
     # A channel outlives a caller's inference_mode.
     with (
@@ -278,6 +279,13 @@ def _sync(
     ):
         running.wait_for(module, into)
         return call.start() if async_op else call.run()
+
+
+def _refuse_kind(module: Any) -> ValueError | None:
+    """Return what is wrong with what is no module; None if it is one."""
+    if isinstance(module, torch.nn.Module | Layout):
+        return None
+    return ValueError(f"expected a torch.nn.Module or a dte_dist.Layout, got {type(module).__name__}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -121,8 +121,8 @@ class DeltaEngine:
         with self._telling():
             self._timeout = check_timeout(timeout)
             self._mode, self._anchor = _mode(mode), _anchor(anchor_interval)
-            transport.check_plan(plan.digest() if isinstance(plan, Plan) else b"")
             self._side = side_of(plan, rank)
+            transport.check_plan(b"" if plan is None else plan.digest(), rank)
             keep = mode == "delta"
             self.tracker = DeltaTracker(sparse_bytes_ratio=sparse_bytes_ratio, keep=keep, header=header)
         self._state = VersionState()

@@ -120,18 +120,20 @@ class Transport(ABC):
         check(payload)
         return payload
 
-    def check_plan(self, plan: bytes) -> None:  # noqa: B027
-        """Refuse an engine that follows another plan than the transport; one without a plan takes any.
+    def check_plan(self, plan: bytes, rank: int | None) -> None:  # noqa: B027
+        """Refuse an engine that follows another plan than the transport, or as another rank; a transport
+        without a plan takes any.
 
         Args:
             plan: `Plan.digest()` of the engine's plan; empty if it has none.
+            rank: of the engine in it; None if it has none.
 
         Raises:
-            LayoutMismatch: the plans differ.
+            LayoutMismatch: plan or rank differ.
 
         Example:
             >>> transport = dte_dist.LoopbackTransport()  # it has no plan
-            >>> transport.check_plan(b"")
+            >>> transport.check_plan(b"", None)
         """
 
     def fail(  # noqa: B027

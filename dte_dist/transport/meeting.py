@@ -111,17 +111,18 @@ class Roles:
         """Return the other ranks that need the payload of a sender, ascending."""
         return tuple(rank for rank in self.members if rank != sender and sender in self.needs.get(rank, ()))
 
-    def check_plan(self, rank: int, plan: bytes) -> None:
-        """Check that the engine of a rank follows the plan, if there is one.
+    def check_plan(self, rank: int, plan: bytes, role: int | None) -> None:
+        """Check that the engine of a rank follows the plan as that rank, if there is a plan.
 
         Raises:
-            LayoutMismatch: it follows another one.
+            LayoutMismatch: it follows another one, or as another rank.
         """
-        if self.plan and plan != self.plan:
+        if self.plan and (role, plan) != (rank, self.plan):
             what = "the engine does not follow the plan of its transport"
-            hint = "give transport and engine the same plan, on every rank"
-            got = plan.hex() or "no plan"
-            raise LayoutMismatch(what, ranks=[rank], expected=self.plan.hex(), got=got, hint=hint)
+            expected = f"rank {rank}, {self.plan.hex()}"
+            got = f"rank {role}, {plan.hex()}" if plan else "no plan"
+            hint = "give transport and engine the same plan, and the engine this process's rank in the group"
+            raise LayoutMismatch(what, ranks=[rank], expected=expected, got=got, hint=hint)
 
     def check_payload(self, rank: int, payload: Payload) -> None:
         """Check that a rank may send a payload.

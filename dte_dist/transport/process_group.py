@@ -277,17 +277,17 @@ class ProcessGroupTransport(Transport):
             self._refuse_met(version)
             self._meet(_NONE, None, error, timeout)
 
-    def check_plan(self, plan: bytes) -> None:
-        """Refuse an engine whose plan is not that of the transport.
+    def check_plan(self, plan: bytes, rank: int | None) -> None:
+        """Refuse an engine whose plan is not that of the transport, or whose rank is not this one.
 
         Raises:
-            LayoutMismatch: it is another one.
+            LayoutMismatch: plan or rank differ.
 
         Example:
             >>> transport = dte_dist.ProcessGroupTransport(group)
-            >>> transport.check_plan(b"")  # of an engine without a plan
+            >>> transport.check_plan(b"", None)  # of an engine without a plan
         """
-        self._roles.check_plan(self._rank, plan)
+        self._roles.check_plan(self._rank, plan, rank)
 
     def close(self) -> None:
         """Close the transport on this rank; the others are told when they call next.

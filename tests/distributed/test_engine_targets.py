@@ -175,3 +175,56 @@ def test_what_has_come_already_is_a_replay_at_once_and_all_goes_on(ranks: Ranks)
     errors, is_soon, weights = same(ranks.run(again, seconds=60))
     assert [kind for kind, _ in errors] == ["VersionReplay"] * 6
     assert is_soon and weights == [1.0, 2.0, 3.0, 4.0]
+
+
+def _other_plan(size: int) -> Plan:
+    """Ranks 0 and 1 send to rank 2 alone; the plan of the transport is for rank 3, too."""
+    halves = {r: Layout.from_views([("w", torch.zeros(4, 6), SHAPE, (4 * r, 0))]) for r in (0, 1)}
+    return Plan.between(halves, {r: Layout.from_tensors({"w": torch.zeros(SHAPE)}) for r in range(2, size)})
+
+
+WRONG_ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "no plan": ("LayoutMismatch", {"plan": None, "rank": None}),
+    "what is no plan": ("ValueError", {"plan": 3}),
+    "a plan without this rank": ("LayoutMismatch", {"plan": _other_plan(3)}),
+    "no rank": ("ValueError", {"rank": None}),
+    "a negative rank": ("ValueError", {"rank": -1}),
+    "another rank": ("LayoutMismatch", {"rank": 1}),
+    "mode": ("ValueError", {"mode": "dense"}),
+    "mode of a list": ("ValueError", {"mode": ["full"]}),
+    "anchor_interval": ("ValueError", {"anchor_interval": 0}),
+    "sparse_bytes_ratio": ("ValueError", {"sparse_bytes_ratio": -1}),
+    "timeout": ("ValueError", {"timeout": "long"}),
+    "header": ("ValueError", {"header": 1}),
+}
+
+
+def wrong_engine(rank: int, world: int, name: str, who: int) -> Any:
+    """One rank makes its engine with a wrong option; the others are on their way to the first version."""
+    parts = {r: torch.full((4, 6), 1.0 + r) for r in (0, 1)}
+    halves = {r: Layout.from_views([("w", part, SHAPE, (4 * r, 0))]) for r, part in parts.items()}
+    held = torch.zeros(SHAPE)
+    whole = Layout.from_tensors({"w": held})
+    plan = _other_plan(world)
+    transport = ProcessGroupTransport(plan=plan, timeout=PATIENCE)
+
+    def both(version: int, **options: Any) -> None:
+        given = {"plan": plan, "rank": rank, "timeout": PATIENCE, **options}
+        engine = DeltaEngine(transport, **given)
+        engine.push(halves[rank], version) if rank in halves else engine.pull(whole, version)
+
+    begin = time.monotonic()
+    error = caught(lambda: both(1, **(WRONG_ENGINES[name][1] if rank == who else {})))
+    is_soon = time.monotonic() - begin < SOON
+    both(2)
+    transport.close()
+    return error, is_soon, rank in halves or held.sum().item() == 72.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 3], ids=["sender", "receiver"])
+@pytest.mark.parametrize("name", WRONG_ENGINES)
+def test_a_wrong_engine_on_one_rank_is_told_to_all(ranks: Ranks, name: str, who: int) -> None:
+    (kind, text), is_soon, is_right = same(ranks.run(wrong_engine, name, who, seconds=60))
+    assert (kind, is_soon, is_right) == (WRONG_ENGINES[name][0], True, True), text
+    assert f"raised on rank {who} of the group" in text
