@@ -26,6 +26,7 @@ from dte_dist.layout.placements import WHOLE, Entry, MeshSpec, Placement
 from dte_dist.layout.sharding import ShardSpec, chunking_of, order_of
 from dte_dist.layout.tensor_refs import Region
 from dte_dist.tensors.dtypes import dtype_name
+from dte_dist.tensors.overlaps import overlaps_itself
 
 __all__ = ["EntryBuilder", "wait_collective"]
 
@@ -196,12 +197,11 @@ def _refuse_unusable(name: str, local: Tensor) -> None:
             tensor=name,
             hint="take it from its module after reshard()",
         )
-    if 0 in (steps := local.stride()) and any(
-        step == 0 and size > 1 for step, size in zip(steps, local.shape, strict=True)
-    ):
+    if not local.is_contiguous() and overlaps_itself(local):
         raise LayoutMismatch(
-            "elements of an expanded tensor share memory",
+            "elements of the tensor share memory with each other",
             tensor=name,
+            got=f"strides {local.stride()} of shape {tuple(local.shape)}",
             hint="make it an array of its own with contiguous()",
         )
 

@@ -1,4 +1,4 @@
-"""Memory that is shared: by two tensors of a receiver, or by what a rank trains and what it receives into."""
+"""Memory that is shared: by elements of one tensor, by two tensors of a receiver, or by what a rank trains and what it receives into."""
 
 from __future__ import annotations
 
@@ -10,12 +10,38 @@ from torch import Tensor
 from dte_dist.errors import LayoutMismatch
 from dte_dist.tensors.live import LiveTensors
 
-__all__ = ["refuse_overlaps", "refuse_shared"]
+__all__ = ["overlaps_itself", "refuse_overlaps", "refuse_shared"]
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor are the same memory, as in what `expand` and `unfold` return.
+
+    Strides of which each steps over all that the smaller ones reach are seen to be sound at once; others cost
+    8 bytes an element.
+
+    Example:
+        >>> overlaps_itself(torch.zeros(6).unfold(0, 4, 1)), overlaps_itself(torch.zeros(3, 2).t())
+        (True, False)
+    """
+    if not tensor.numel():
+        return False
+    dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    is_nested = True
+    for step, size in dims:
+        is_nested = is_nested and step > reach
+        reach += step * (size - 1)
+    if is_nested or reach + 1 < tensor.numel():
+        return not is_nested
+    places = np.zeros(1, np.int64)
+    for step, size in dims:
+        places = np.add.outer(places, step * np.arange(size, dtype=np.int64)).reshape(-1)
+    return len(np.unique(places)) < len(places)
 
 
 def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Refuse contiguous tensors that share part of their memory, different views that start at one address,
-    and tensors of which two elements are one.
+    """Refuse contiguous tensors that share part of their memory, and different views that start at one
+    address.
 
     Tensors that are the same memory seen the same way are ties, which the plan looks at. Strided views that
     interleave, such as the columns of a fused tensor, are let through.
@@ -34,12 +60,6 @@ def refuse_overlaps(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     if _are_apart(tensors):
         return
     held = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-    for index in held:
-        if not tensors[index].is_contiguous() and _overlaps_itself(tensors[index]):
-            what = f"several elements of {names[index]} are one element of memory"
-            got = f"shape {tuple(tensors[index].shape)}, strides {tensors[index].stride()}"
-            hint = "give a receiver memory for each element, as tensor.contiguous() has it"
-            raise LayoutMismatch(what, tensor=names[index], got=got, hint=hint)
     held.sort(key=lambda index: tensors[index].data_ptr())
     last = -1
     for index in held:
@@ -112,27 +132,6 @@ def _clash(first: Tensor, second: Tensor) -> bool:
         return False
     overlap = second.data_ptr() < _end(first)
     return overlap and (same_start or (first.is_contiguous() and second.is_contiguous()))
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor are one element of memory."""
-    dimensions = sorted(
-        (stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    )
-    reach = 0
-    for stride, size in dimensions:
-        if stride <= reach:
-            return stride == 0 or _counts_twice(dimensions)
-        reach += (size - 1) * stride
-    return False
-
-
-def _counts_twice(dimensions: Sequence[tuple[int, int]]) -> bool:
-    """Return whether two indices lead to one place; for strides of which none is above all places before."""
-    places = np.zeros(1, np.int64)
-    for stride, size in dimensions:
-        places = np.add.outer(places, stride * np.arange(size)).reshape(-1)
-    return len(np.unique(places)) < len(places)
 
 
 def _end(tensor: Tensor) -> int:

@@ -1,5 +1,5 @@
-"""Distributed tier, three ranks over gloo: a rank that passes what is no module, while the others call a channel
-that is open, or open one. All are told at once, and go on.
+"""Distributed tier, three ranks over gloo: a rank that passes what is no module, while the others call a
+channel that is open, or open one. All are told at once, and go on.
 """
 
 from __future__ import annotations
