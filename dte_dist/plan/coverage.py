@@ -69,21 +69,22 @@ def disjoint(blocks: Sequence[Block]) -> bool:
     return not any(a.overlaps(b) for a, b in itertools.combinations(blocks, 2))
 
 
-def refuse_gap(name: str, full: int, holders: Mapping[Block, int]) -> None:
+def refuse_gap(name: str, full: int, holders: Mapping[Block, int], hint: str) -> None:
     """Raise for a slot that its blocks do not tile, naming the ranks that hold them.
+
+    Args:
+        name, full: of the slot, and its elements.
+        holders: by block, a rank that contributes it.
+        hint: what to do if elements have no owner.
 
     Raises:
         LayoutMismatch: always.
     """
     for (a, rank_a), (b, rank_b) in itertools.combinations(holders.items(), 2):
         if a.overlaps(b):
-            hint = "let every element have one owner, or equal blocks on all its owners"
-            raise LayoutMismatch(
-                "sources hold overlapping parts",
-                tensor=name,
-                ranks=sorted({rank_a, rank_b}),
-                hint=hint,
-            )
+            what = "sources hold overlapping parts"
+            share = "let every element have one owner, or equal blocks on all its owners"
+            raise LayoutMismatch(what, tensor=name, ranks=sorted({rank_a, rank_b}), hint=share)
     covered = sum(block.numel for block in holders)
     raise LayoutMismatch(
         "the sources do not hold the whole tensor",
@@ -91,5 +92,5 @@ def refuse_gap(name: str, full: int, holders: Mapping[Block, int]) -> None:
         ranks=sorted(set(holders.values())),
         expected=f"{full} elements",
         got=f"{covered} elements",
-        hint="let src= name every rank that owns a part",
+        hint=hint,
     )

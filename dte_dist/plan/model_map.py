@@ -29,17 +29,13 @@ from dte_dist.plan.block_table import Inventory
 from dte_dist.plan.contested import Claims, Contested
 from dte_dist.plan.coverage import first_gap, refuse_gap
 from dte_dist.plan.flat_space import FlatSpace, Pieces, spaces_of
+from dte_dist.plan.hints import OF_COLLECTIVES, Hints
 from dte_dist.plan.ownership import choose_contributors
 
 __all__ = ["ModelMap", "RankLayout", "Slot", "WireTypes"]
 
 WireTypes = Mapping[str, str] | Literal["receiver"] | None
 """Dtypes on the wire: by name; the dtype that receivers hold; or None for the dtype that sources hold."""
-
-_BUILD = (
-    "build the same model on both sides, or pass rename= or select= (for a Layout: where it is "
-    "built; from_views takes partial=True)"
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +90,7 @@ class ModelMap:
     Args:
         sources: by group rank, what each source holds; at least one.
         receivers: by group rank, what each receiver holds; a colocated rank is in both.
+        hints: for whoever called.
 
     Attributes:
         slots: sorted by name.
@@ -110,7 +107,10 @@ class ModelMap:
         self,
         sources: Mapping[int, RankLayout],
         receivers: Mapping[int, RankLayout],
+        *,
+        hints: Hints = OF_COLLECTIVES,
     ) -> None:
+        self._hints = hints
         self._names = Aliases(holding.manifest for holding in sources.values())
         self._index: dict[str, int] = {}
         self.slots = self._slots_of(sources, receivers)
@@ -177,13 +177,8 @@ class ModelMap:
                 )
                 other, theirs = slots.setdefault(name, (slot, ranks))
                 if other != slot:
-                    _differ(
-                        "sources differ",
-                        sorted({*theirs, *ranks}),
-                        entry.name,
-                        (other.shape, other.dtype),
-                        (slot.shape, slot.dtype),
-                    )
+                    found = (other.shape, other.dtype), (slot.shape, slot.dtype)
+                    self._differ("sources differ", sorted({*theirs, *ranks}), entry.name, *found)
         return tuple(slots[name][0] for name in sorted(slots))
 
     def _chosen(self, ranks: Sequence[int], wire: WireTypes) -> dict[str, str]:
@@ -208,33 +203,19 @@ class ModelMap:
         for entry in holding.manifest.entries:
             index = self._index.get(self._names.canonical(entry.name))
             if index is None:
-                raise LayoutMismatch(
-                    "a receiver has a tensor that no source has",
-                    tensor=entry.name,
-                    ranks=ranks,
-                    hint=_BUILD,
-                )
+                what = "a receiver has a tensor that no source has"
+                raise LayoutMismatch(what, tensor=entry.name, ranks=ranks, hint=self._hints.names)
             slot = self.slots[index]
             if entry.shape != slot.shape:
-                _differ(
-                    "shapes differ",
-                    ranks,
-                    entry.name,
-                    slot.shape,
-                    entry.shape,
-                )
+                self._differ("shapes differ", ranks, entry.name, slot.shape, entry.shape)
             if entry.dtype != slot.dtype:
-                hint = (
-                    'pass wire_dtype= (a dtype, a mapping by name, or "receiver") to cast, or src= '
-                    "if this rank is a source too"
-                )
                 raise LayoutMismatch(
                     "dtypes differ",
                     tensor=entry.name,
                     ranks=ranks,
                     expected=slot.dtype,
                     got=entry.dtype,
-                    hint=hint,
+                    hint=self._hints.dtypes,
                 )
             seen.add(index)
         for group in holding.manifest.ties:
@@ -251,7 +232,11 @@ class ModelMap:
             what = "a receiver lacks a tensor that the sources have" + (
                 f" (and {len(missing) - 1} more)" if missing[1:] else ""
             )
-            raise LayoutMismatch(what, tensor=missing[0], ranks=ranks, hint=_BUILD)
+            raise LayoutMismatch(what, tensor=missing[0], ranks=ranks, hint=self._hints.names)
+
+    def _differ(self, what: str, ranks: Sequence[int], slot: str, expected: object, got: object) -> NoReturn:
+        hint = self._hints.names
+        raise LayoutMismatch(what, tensor=slot, ranks=ranks, expected=expected, got=got, hint=hint)
 
     def _contributions(self, held: Mapping[int, Pieces], claims: Claims) -> dict[int, Pieces]:
         """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks
@@ -274,7 +259,7 @@ class ModelMap:
                 table.blocks[number]: rank
                 for number, rank in zip(block[here].tolist(), rank[here].tolist(), strict=True)
             }
-            refuse_gap(self.slots[gap].name, self.slots[gap].numel, holders)
+            refuse_gap(self.slots[gap].name, self.slots[gap].numel, holders, self._hints.owners)
         chosen = np.zeros(len(slot), np.bool_)
         chosen[first] = True
         parts = np.split(
@@ -373,20 +358,3 @@ def _castable(entry: Entry, wanted: str, named: bool, ranks: Sequence[int]) -> s
             hint=hint,
         )
     return wanted
-
-
-def _differ(
-    what: str,
-    ranks: Sequence[int],
-    slot: str,
-    expected: object,
-    got: object,
-) -> NoReturn:
-    raise LayoutMismatch(
-        what,
-        tensor=slot,
-        ranks=ranks,
-        expected=expected,
-        got=got,
-        hint=_BUILD,
-    )

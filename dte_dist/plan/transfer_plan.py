@@ -19,6 +19,7 @@ from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import Block, Layout, Manifest
 from dte_dist.plan.block_overlap import BlockOverlap, Held
 from dte_dist.plan.coverage import disjoint
+from dte_dist.plan.hints import OF_PLANS
 from dte_dist.plan.model_map import ModelMap, RankLayout, Slot
 from dte_dist.plan.transfer_ops import Box, TransferOp, TransferOps
 from dte_dist.report import format_bytes
@@ -87,7 +88,8 @@ class Plan:
             raise ValueError("a plan needs at least one source")
         known: list[Manifest] = []
         model = ModelMap(
-            *({rank: _holding(each, known) for rank, each in side.items()} for side in (sources, receivers))
+            *({rank: _holding(each, known) for rank, each in side.items()} for side in (sources, receivers)),
+            hints=OF_PLANS,
         )
         return cls.of(model, next(iter(sources)))
 
@@ -95,13 +97,14 @@ class Plan:
     def of(cls, model: ModelMap, root: int) -> Plan:
         """Return the plan of a model map whose broadcast goes over source `root`.
 
-        Example:
-            >>> from dte_dist.plan.model_map import ModelMap
-            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
-            >>> holding = dte_dist.RankLayout(layout.manifest, layout.coordinates)
-            >>> plan = dte_dist.Plan.of(ModelMap({0: holding}, {1: holding}), root=0)
-            >>> plan.digest() == dte_dist.Plan.between({0: layout}, {1: layout}).digest()
-            True
+                Example:
+                    >>> from dte_dist.plan.hints import OF_PLANS
+        from dte_dist.plan.model_map import ModelMap
+                    >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+                    >>> holding = dte_dist.RankLayout(layout.manifest, layout.coordinates)
+                    >>> plan = dte_dist.Plan.of(ModelMap({0: holding}, {1: holding}), root=0)
+                    >>> plan.digest() == dte_dist.Plan.between({0: layout}, {1: layout}).digest()
+                    True
         """
         sent, held = (
             Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces)

@@ -1,4 +1,6 @@
-"""Memory that is shared: by elements of one tensor, by two tensors of a receiver, or by what a rank trains and what it receives into."""
+"""Memory that is shared: by elements of one tensor, by two tensors of a receiver, or by what a rank trains
+and what it receives into.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ __all__ = ["overlaps_itself", "refuse_overlaps", "refuse_shared"]
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether several elements of a tensor are the same memory, as in what `expand` and `unfold` return.
+    """Return whether several elements of a tensor are the same memory, as in what `unfold` returns.
 
     Strides of which each steps over all that the smaller ones reach are seen to be sound at once; others cost
     8 bytes an element.

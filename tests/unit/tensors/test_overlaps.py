@@ -1,4 +1,4 @@
-"""Unit tier: tensors whose elements share memory with each other are found, and refused wherever they are given."""
+"""Unit tier: tensors whose elements share memory with each other are found, and refused wherever given."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _module(tensor: Tensor) -> torch.nn.Module:
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_what_overlaps_itself_is_refused_by_name(name: str, use: str) -> None:
-    with pytest.raises(LayoutMismatch, match="share memory.*tensor 'w'.*contiguous"):
+    with pytest.raises(LayoutMismatch, match=r"share memory.*tensor 'w'.*contiguous"):
         USES[use](OVERLAPPING[name]())
 
 
