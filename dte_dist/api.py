@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dte_dist.errors import ChannelClosed, DeltaError
 from dte_dist.layout import Layout
-from dte_dist.options import Ranks, SyncOptions, differences, group_ranks, options_of
+from dte_dist.options import SyncOptions, differences, options_of
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.sync import in_flight as running
 from dte_dist.sync.background import DeltaWork
@@ -22,6 +22,7 @@ from dte_dist.sync.protocol import PreparedSync
 from dte_dist.sync.registry import find_channel, find_or_open, find_stand_in
 from dte_dist.sync.streams import fork_streams, join_caller, use_streams
 from dte_dist.transport.communicator import Group, group_of
+from dte_dist.transport.named_ranks import Ranks, group_ranks
 
 __all__ = ["delta_broadcast", "delta_p2p", "verify"]
 
@@ -260,6 +261,8 @@ def _sync(
             raise ValueError(
                 "into= must be another module: a rank that is both source and receiver has two copies"
             )
+        if not isinstance(async_op, bool):
+            raise ValueError(f"async_op must be True or False, got {async_op!r}")
         given = said.copy()
         given["group_src"] = group_ranks(src, said.get("group_src"), pg)
         options = options_of(**given)
@@ -278,7 +281,7 @@ def _sync(
         torch.no_grad(),
     ):
         running.wait_for(module, into)
-        return call.start() if async_op else call.run()
+        return call.start() if async_op is True else call.run()
 
 
 def _refuse_kind(module: Any) -> ValueError | None:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -17,24 +17,22 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, TypedDict, Unpack, cast, get_type_hints
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dte_dist.codec import CodecSelector
 from dte_dist.detect.detector import Detector
-from dte_dist.layout import Layout, Manifest, Rename, Select
+from dte_dist.layout import DTYPES, Layout, Manifest, Rename, Select
+from dte_dist.layout.names import NameRule
 from dte_dist.plan.model_map import WireTypes
 from dte_dist.plan.transfer_plan import ROUTES, RouteName
 from dte_dist.transport.base import TIMEOUT, check_timeout
+from dte_dist.transport.named_ranks import Ranks
 
 __all__ = [
     "AUTO",
-    "Ranks",
     "RouteOption",
     "SyncOptions",
     "WireDtype",
     "differences",
-    "group_ranks",
     "layout_of",
     "options_of",
     "selector_of",
@@ -47,9 +45,6 @@ RouteOption = RouteName | Literal["auto"]
 AUTO: Final = "auto"
 
 Module = torch.nn.Module | Layout
-
-Ranks = int | Sequence[int] | DeviceMesh
-"""Ranks as a caller names them: one, several, or those of a mesh."""
 
 WireDtype = (
     torch.dtype | str | Mapping[str, torch.dtype | str] | Callable[[str, torch.dtype], torch.dtype | str]
@@ -95,7 +90,7 @@ class _Option:
 
 def _one_of(name: str, *values: str) -> Callable[[Any], Any]:
     def form(value: Any) -> Any:
-        if value not in values:
+        if not isinstance(value, str) or value not in values:
             *others, last = map('"{}"'.format, values)
             raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
         return value
@@ -112,15 +107,6 @@ def _every(name: str, what: str) -> Callable[[Any], Any]:
     return form
 
 
-def _function(name: str, what: str) -> Callable[[Any], Any]:
-    def form(value: Any) -> Any:
-        if value is not None and not callable(value):
-            raise ValueError(f"{name} must be a function {what}, or None, got {value!r:.250}")
-        return value
-
-    return form
-
-
 def _version(value: Any) -> Any:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_int and 1 <= value < 1 << 62):
@@ -129,7 +115,7 @@ def _version(value: Any) -> Any:
 
 
 def _codec(value: Any) -> Any:
-    CodecSelector(value)
+    CodecSelector(value if isinstance(value, str) else repr(value))
     return value
 
 
@@ -141,7 +127,7 @@ def _bytes_ratio(value: Any) -> Any:
 
 
 def _bucket_bytes(value: Any) -> Any:
-    if not isinstance(value, int) or not 64 <= value <= 1 << 30:
+    if isinstance(value, bool) or not isinstance(value, int) or not 64 <= value <= 1 << 30:
         raise ValueError(f"bucket_bytes must be between 64 and 2^30, got {value!r}")
     return value
 
@@ -175,8 +161,15 @@ def _wire_dtype(option: WireDtype | None) -> WireDtype | None:
     if isinstance(option, str):
         return option if option == RECEIVER else _as_dtype(option, "wire_dtype", f'"{RECEIVER}"')
     if isinstance(option, Mapping):
+        if not all(isinstance(name, str) for name in option):
+            raise ValueError(f"wire_dtype must map names of tensors to dtypes, got {option!r}")
         return {name: _as_dtype(given, f"wire_dtype for {name!r}") for name, given in option.items()}
-    if option is None or isinstance(option, torch.dtype) or callable(option):
+    if isinstance(option, torch.dtype):
+        if not option.is_floating_point:
+            what = "wire_dtype is for all floating-point tensors, and must be a floating-point dtype"
+            raise ValueError(f"{what}, got {option}")
+        return _as_dtype(option, "wire_dtype")
+    if option is None or callable(option):
         return option
     raise ValueError(
         f'wire_dtype must be a dtype or its name, a mapping, a function or "{RECEIVER}", got {option!r}'
@@ -186,6 +179,8 @@ def _wire_dtype(option: WireDtype | None) -> WireDtype | None:
 def _as_dtype(given: Any, what: str, *others: str) -> torch.dtype:
     """Return a dtype that a caller gave, or named."""
     if isinstance(given, torch.dtype):
+        if given not in DTYPES.values():
+            raise ValueError(f"{what}: elements of {given} cannot be sent")
         return given
     if isinstance(given, str) and given in _DTYPES:
         return _DTYPES[given]
@@ -194,12 +189,25 @@ def _as_dtype(given: Any, what: str, *others: str) -> torch.dtype:
     )
 
 
+def _detector(value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise ValueError(f"detector must be a function or None, got {value!r}")
+    return value
+
+
+def _rename(value: Rename) -> Rename:
+    NameRule.of(None, value)
+    return value
+
+
 def _patterns(select: Select) -> Select:
-    """Return patterns in one order, each once; anything else as it is, to be refused where it is used."""
-    if callable(select) or not isinstance(select, Iterable):
-        return select
-    patterns = (select,) if isinstance(select, str) else tuple(select)
-    return tuple(sorted(set(patterns))) if all(isinstance(pattern, str) for pattern in patterns) else patterns
+    """Return patterns in one order, each once, or a function as it is."""
+    found = NameRule.of(tuple(select) if _is_iterable(select) else select).patterns
+    return select if found is None else tuple(sorted(set(found)))
+
+
+def _is_iterable(select: Any) -> bool:
+    return not (isinstance(select, str) or callable(select)) and isinstance(select, Iterable)
 
 
 class SyncOptions(TypedDict, total=False):
@@ -209,9 +217,7 @@ class SyncOptions(TypedDict, total=False):
     mode: Annotated[
         Literal["delta", "full"], _Option("delta", _one_of("mode", "delta", "full"), each_call=True)
     ]
-    detector: Annotated[
-        Detector | None, _Option(form=_function("detector", "of live and known bits"), each_call=True)
-    ]
+    detector: Annotated[Detector | None, _Option(form=_detector, each_call=True)]
     route: Annotated[RouteOption, _Option("broadcast", _one_of("route", *ROUTES, AUTO), each_call=True)]
     codec: Annotated[str, _Option("auto", _codec, each_call=True)]
     sparse_bytes_ratio: Annotated[float, _Option(1.0, _bytes_ratio, each_call=True)]
@@ -222,7 +228,7 @@ class SyncOptions(TypedDict, total=False):
     timeout: Annotated[timedelta | float, _Option(TIMEOUT, _timeout, shared=True)]
     wire_dtype: Annotated[WireDtype | None, _Option(form=_wire_dtype)]
     select: Annotated[Select, _Option(form=_patterns)]
-    rename: Annotated[Rename, _Option(form=_function("rename", "from name to name"))]
+    rename: Annotated[Rename, _Option(form=_rename)]
     into: Annotated[Module | None, _Option(form=_into)]
     name: Annotated[str | None, _Option(form=_name, shared=True)]
 
@@ -251,8 +257,17 @@ def options_of(**said: Unpack[SyncOptions]) -> SyncOptions:
     for name, value in given.items():
         form = _OPTIONS[name].form
         if form is not None:
-            found[name] = form(value)
+            found[name] = _formed(name, form, value)
     return cast(SyncOptions, found)
+
+
+def _formed(name: str, form: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return form(value)
+    except ValueError:
+        raise
+    except Exception as error:  # of a value that cannot be asked what it is
+        raise ValueError(f"{name} makes no sense: {type(error).__name__}: {error}") from error
 
 
 def shared(options: SyncOptions) -> dict[str, Any]:
@@ -304,41 +319,6 @@ def _same(a: Any, b: Any) -> bool:
 def _parts(function: Any, name: str) -> Any:
     part = getattr(function, name, None)
     return [cell.cell_contents for cell in part] if name == "__closure__" and part else part
-
-
-def group_ranks(
-    src: Ranks | None, group_src: Ranks | None, group: dist.ProcessGroup
-) -> tuple[int, ...] | None:
-    """Return the sources that a caller named as ranks of the group, None for the default.
-
-    Raises:
-        ValueError: both were given, or a rank is not in the group.
-    """
-    if src is not None and group_src is not None:
-        raise ValueError("pass src= (ranks of the world) or group_src= (ranks of the group), not both")
-    if src is None and group_src is None:
-        return None
-    named = _numbers(src if src is not None else group_src)
-    if src is not None:
-        place = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
-        missing = [rank for rank in named if rank not in place]
-        if missing:
-            raise ValueError(
-                f"src names ranks {missing} of the world, which are not in the group {list(place)}"
-            )
-        named = [place[rank] for rank in named]
-    if not named or len(set(named)) < len(named) or not all(0 <= rank < group.size() for rank in named):
-        raise ValueError(f"sources must be different ranks of a group of {group.size()}, got {named}")
-    return tuple(named)
-
-
-def _numbers(ranks: Any) -> list[int]:
-    if isinstance(ranks, DeviceMesh):
-        return [int(rank) for rank in ranks.mesh.flatten().tolist()]
-    named = list(ranks) if isinstance(ranks, Iterable) else [ranks]
-    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in named):
-        raise ValueError(f"sources are one rank, several, or a DeviceMesh, got {ranks!r}")
-    return named
 
 
 def wire_types(option: WireDtype | None, manifest: Manifest) -> WireTypes:

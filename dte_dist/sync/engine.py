@@ -188,9 +188,10 @@ class DeltaEngine:
         """
         anchor = self._anchor is not None and self.tracker.deltas >= self._anchor
         with self._telling(version):
-            payload = self._side.payload(
-                self.tracker, tensors, version, full=full or anchor or self._mode == "full"
-            )
+            if not isinstance(full, bool):
+                raise ValueError(f"full is True or False, not {full!r}")
+            is_full = full or anchor or self._mode == "full"
+            payload = self._side.payload(self.tracker, tensors, version, full=is_full)
         try:
             self._transport.send(payload, timeout=self._timeout)
         except BaseException:
@@ -379,7 +380,7 @@ class DeltaEngine:
 
 
 def _mode(mode: str) -> str:
-    if mode not in ("delta", "full"):
+    if not isinstance(mode, str) or mode not in ("delta", "full"):
         raise ValueError(f"mode is 'delta' or 'full', not {mode!r}")
     return mode
 

@@ -116,6 +116,7 @@ class DeltaTracker:
             wire: by name, dtypes to send instead of the tensors' own: what differs is found after the cast.
 
         Raises:
+            ValueError: an argument makes no sense.
             VersionReplay: `version` is not above the one committed.
             LayoutMismatch: names, shapes or dtypes are not those of the version committed, or a tensor cannot
                 be sent; names it.
@@ -132,6 +133,7 @@ class DeltaTracker:
             (False, ['__awex_delta_header__', 'w@delta_idx', 'w@delta_val'])
         """
         self.rollback()
+        _refuse_options(full, wire)
         self._refuse_old(version)
         tensors = named(named_tensors)
         refuse_reserved(tensors)
@@ -261,6 +263,17 @@ class DeltaTracker:
     @property
     def _snapshot(self) -> Snapshot | None:
         return None if self._source is None else self._source.snapshot
+
+
+def _refuse_options(full: bool, wire: Mapping[str, torch.dtype] | None) -> None:
+    """Refuse options of a diff that make no sense."""
+    if not isinstance(full, bool):
+        raise ValueError(f"full is True or False, not {full!r}")
+    is_mapping = isinstance(wire, Mapping) and all(
+        isinstance(name, str) and isinstance(dtype, torch.dtype) for name, dtype in wire.items()
+    )
+    if wire is not None and not is_mapping:
+        raise ValueError(f"wire is a mapping from names to dtypes, or None, not {wire!r}")
 
 
 def _source(space: SenderSpace, state: VersionState) -> VersionedSnapshot:

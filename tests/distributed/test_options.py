@@ -87,6 +87,21 @@ SENSELESS = [
     {"sparse_bytes_ratio": True},
     {"timeout": "soon"},
     {"nope": 1},
+    {"detector": 3},
+    {"rename": 3},
+    {"select": 3},
+    {"into": 3},
+    {"mode": ["full"]},
+    {"version": "1"},
+    {"wire_dtype": {3: "bf16"}},
+    {"wire_dtype": torch.int8},
+    {"bucket_bytes": True},
+    {"name": 3},
+    {"async_op": "no"},
+    {"src": 0.5},
+    {"src": "0"},
+    {"src": [True]},
+    {"group_src": 9},
 ]
 
 
@@ -94,14 +109,19 @@ SENSELESS = [
 def test_an_option_that_makes_no_sense_on_one_rank_is_told_to_all(
     ranks: Ranks, wrong: dict[str, Any]
 ) -> None:
-    kind, text = same(ranks.run(wrong_option, wrong))
-    assert kind == "ValueError" and (next(iter(wrong)) in text)
+    """Whether that rank sends or only receives, and whether the channel is open or not."""
+    for kind, text in same(ranks.run(wrong_option, wrong)):
+        assert kind == "ValueError" and next(iter(wrong)) in text
 
 
 def wrong_option(rank: int, world: int, wrong: dict[str, Any]) -> Any:
-    module = model(rank)
-    said = caught(lambda: dte_dist.delta_p2p(module, **{"timeout": TIMEOUT, **(wrong if rank == 1 else {})}))
-    dte_dist.delta_p2p(module, timeout=TIMEOUT)
+    said = []
+    for who in (0, 1):
+        module = model(rank)
+        for _ in range(2):
+            options = {"timeout": TIMEOUT, **(wrong if rank == who else {})}
+            said.append(caught(lambda module=module, options=options: dte_dist.delta_p2p(module, **options)))
+            dte_dist.delta_p2p(module, timeout=TIMEOUT)
     return said
 
 

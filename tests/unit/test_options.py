@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from dte_dist.layout import Layout
-from dte_dist.options import SyncOptions, group_ranks, layout_of, options_of, shared, wire_types
+from dte_dist.options import SyncOptions, layout_of, options_of, shared, wire_types
 from dte_dist.options import differences as differing
+from dte_dist.transport.named_ranks import group_ranks
 
 
 def differences(name: str, one: Any, other: Any) -> list[str]:
