@@ -86,7 +86,9 @@ class BlockOverlap:
         self._held = held
         self._boxes = Boxes()
         self._known: dict[tuple[int, int], range] = {}
-        self._bounds = [_bounds(side.table.blocks) for side in (sent, held)]
+        tables = [side.table.blocks for side in (sent, held)]  # a side that holds nothing has an empty one
+        most = max((len(block.runs) for block in chain(*tables)), default=0)
+        self._bounds = [_bounds(blocks, most) for blocks in tables]
 
     def ops(self, slots: tuple[Slot, ...]) -> TransferOps:
         alike: dict[tuple[bytes, bytes], list[int]] = {}
@@ -149,11 +151,10 @@ def _boxes(a: Block, b: Block) -> list[Box]:
     return boxes
 
 
-def _bounds(blocks: Sequence[Block]) -> np.ndarray:
+def _bounds(blocks: Sequence[Block], dimensions: int) -> np.ndarray:
     """Return int64[2, blocks, dimensions]: where the runs of each block begin and end; [0, 1) for dimensions
     it has not.
     """
-    dimensions = max((len(block.runs) for block in blocks), default=0)
     bounds = np.zeros((2, len(blocks), dimensions), np.int64)
     low, high = bounds
     high[:] = 1
