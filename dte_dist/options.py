@@ -202,7 +202,7 @@ def _rename(value: Rename) -> Rename:
 
 def _patterns(select: Select) -> Select:
     """Return patterns in one order, each once, or a function as it is."""
-    found = NameRule.of(tuple(select) if _is_iterable(select) else select).patterns
+    found = NameRule.of(tuple(cast(Any, select)) if _is_iterable(select) else select).patterns
     return select if found is None else tuple(sorted(set(found)))
 
 
