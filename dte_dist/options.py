@@ -202,12 +202,10 @@ def _rename(value: Rename) -> Rename:
 
 def _patterns(select: Select) -> Select:
     """Return patterns in one order, each once, or a function as it is."""
-    found = NameRule.of(tuple(cast(Any, select)) if _is_iterable(select) else select).patterns
+    if not (select is None or isinstance(select, str) or callable(select)) and isinstance(select, Iterable):
+        select = tuple(select)
+    found = NameRule.of(select).patterns
     return select if found is None else tuple(sorted(set(found)))
-
-
-def _is_iterable(select: Any) -> bool:
-    return not (isinstance(select, str) or callable(select)) and isinstance(select, Iterable)
 
 
 class SyncOptions(TypedDict, total=False):

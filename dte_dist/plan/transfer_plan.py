@@ -97,14 +97,13 @@ class Plan:
     def of(cls, model: ModelMap, root: int) -> Plan:
         """Return the plan of a model map whose broadcast goes over source `root`.
 
-                Example:
-                    >>> from dte_dist.plan.hints import OF_PLANS
-        from dte_dist.plan.model_map import ModelMap
-                    >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
-                    >>> holding = dte_dist.RankLayout(layout.manifest, layout.coordinates)
-                    >>> plan = dte_dist.Plan.of(ModelMap({0: holding}, {1: holding}), root=0)
-                    >>> plan.digest() == dte_dist.Plan.between({0: layout}, {1: layout}).digest()
-                    True
+        Example:
+            >>> from dte_dist.plan.model_map import ModelMap
+            >>> layout = dte_dist.Layout.from_tensors({"w": torch.zeros(4, 3)})
+            >>> holding = dte_dist.RankLayout(layout.manifest, layout.coordinates)
+            >>> plan = dte_dist.Plan.of(ModelMap({0: holding}, {1: holding}), root=0)
+            >>> plan.digest() == dte_dist.Plan.between({0: layout}, {1: layout}).digest()
+            True
         """
         sent, held = (
             Held.of(spaces, len(model.slots)) for spaces in (model.source_spaces, model.receiver_spaces)

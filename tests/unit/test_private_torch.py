@@ -56,7 +56,7 @@ def private_torch(tree: ast.AST) -> Iterator[str]:
             case ast.Import(names=names):
                 paths = [alias.name for alias in names if alias.name.split(".")[0] == "torch"]
                 yield from (path for path in paths if any(map(is_private, path.split("."))))
-            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            case ast.Attribute(value=ast.Name(id="self" | "cls" | "sys")):
                 pass
             case ast.Attribute(attr=name) if is_foreign(name):
                 yield name
