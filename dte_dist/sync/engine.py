@@ -212,6 +212,11 @@ class DeltaEngine:
         """Wait for a version and write it into place: the payloads of all senders that this rank needs, or
         nothing.
 
+        Over a `ProcessGroupTransport` a `FrameError` or a `LayoutMismatch` is raised on all ranks, and nobody
+        has got the version. On a rank that pushes, too, the payloads came with the push: it is raised there
+        alone, as it is by `commit_live_apply`, which comes after the meeting. The chain of versions is this
+        rank's own affair in any case.
+
         Args:
             targets: pairs or a mapping; the same tensors, names, shapes and dtypes at every pull. Addresses
                 stay. With a plan a `Layout` or what makes one, as for `push`.

@@ -88,6 +88,8 @@ SENSELESS = [
     {"timeout": "soon"},
     {"nope": 1},
     {"detector": 3},
+]
+MORE_SENSELESS = [
     {"rename": 3},
     {"select": 3},
     {"into": 3},
@@ -105,7 +107,9 @@ SENSELESS = [
 ]
 
 
-@pytest.mark.parametrize("wrong", SENSELESS, ids=str)
+@pytest.mark.parametrize(
+    "wrong", [*SENSELESS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_SENSELESS)], ids=str
+)
 def test_an_option_that_makes_no_sense_on_one_rank_is_told_to_all(
     ranks: Ranks, wrong: dict[str, Any]
 ) -> None:
