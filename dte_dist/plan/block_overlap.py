@@ -42,7 +42,15 @@ class Held:
         ]
         table = pieces[0][1].table if pieces else BlockTable()
         columns = [
-            np.stack([each.slot, np.full(len(each), rank), each.entry, each.block]) for rank, each in pieces
+            np.stack(
+                [
+                    each.slot,
+                    np.full(len(each), rank),
+                    each.entry,
+                    each.block,
+                ]
+            )
+            for rank, each in pieces
         ]
         joined = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
         joined = joined[:, np.argsort(joined[0], kind="stable")]

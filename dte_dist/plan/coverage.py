@@ -84,7 +84,12 @@ def refuse_gap(name: str, full: int, holders: Mapping[Block, int], hint: str) ->
         if a.overlaps(b):
             what = "sources hold overlapping parts"
             share = "let every element have one owner, or equal blocks on all its owners"
-            raise LayoutMismatch(what, tensor=name, ranks=sorted({rank_a, rank_b}), hint=share)
+            raise LayoutMismatch(
+                what,
+                tensor=name,
+                ranks=sorted({rank_a, rank_b}),
+                hint=share,
+            )
     covered = sum(block.numel for block in holders)
     raise LayoutMismatch(
         "the sources do not hold the whole tensor",

@@ -71,7 +71,10 @@ def _remap(source: Block, receiver: Block) -> IndexMap | None:
 
 
 def _check(indices: Tensor, source: Block, receiver: Block) -> None:
-    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+    if indices.dim() != 1 or indices.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
         raise ValueError(
             "indices must be a 1-D tensor of int32 or int64, not of shape "
             f"{tuple(indices.shape)} and {indices.dtype}"

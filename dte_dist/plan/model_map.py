@@ -177,8 +177,16 @@ class ModelMap:
                 )
                 other, theirs = slots.setdefault(name, (slot, ranks))
                 if other != slot:
-                    found = (other.shape, other.dtype), (slot.shape, slot.dtype)
-                    self._differ("sources differ", sorted({*theirs, *ranks}), entry.name, *found)
+                    found = (
+                        (other.shape, other.dtype),
+                        (slot.shape, slot.dtype),
+                    )
+                    self._differ(
+                        "sources differ",
+                        sorted({*theirs, *ranks}),
+                        entry.name,
+                        *found,
+                    )
         return tuple(slots[name][0] for name in sorted(slots))
 
     def _chosen(self, ranks: Sequence[int], wire: WireTypes) -> dict[str, str]:
@@ -204,10 +212,21 @@ class ModelMap:
             index = self._index.get(self._names.canonical(entry.name))
             if index is None:
                 what = "a receiver has a tensor that no source has"
-                raise LayoutMismatch(what, tensor=entry.name, ranks=ranks, hint=self._hints.names)
+                raise LayoutMismatch(
+                    what,
+                    tensor=entry.name,
+                    ranks=ranks,
+                    hint=self._hints.names,
+                )
             slot = self.slots[index]
             if entry.shape != slot.shape:
-                self._differ("shapes differ", ranks, entry.name, slot.shape, entry.shape)
+                self._differ(
+                    "shapes differ",
+                    ranks,
+                    entry.name,
+                    slot.shape,
+                    entry.shape,
+                )
             if entry.dtype != slot.dtype:
                 raise LayoutMismatch(
                     "dtypes differ",
@@ -234,9 +253,23 @@ class ModelMap:
             )
             raise LayoutMismatch(what, tensor=missing[0], ranks=ranks, hint=self._hints.names)
 
-    def _differ(self, what: str, ranks: Sequence[int], slot: str, expected: object, got: object) -> NoReturn:
+    def _differ(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        slot: str,
+        expected: object,
+        got: object,
+    ) -> NoReturn:
         hint = self._hints.names
-        raise LayoutMismatch(what, tensor=slot, ranks=ranks, expected=expected, got=got, hint=hint)
+        raise LayoutMismatch(
+            what,
+            tensor=slot,
+            ranks=ranks,
+            expected=expected,
+            got=got,
+            hint=hint,
+        )
 
     def _contributions(self, held: Mapping[int, Pieces], claims: Claims) -> dict[int, Pieces]:
         """Choose the contributor of every block, of what each source (ascending) holds; check that the blocks
@@ -259,7 +292,12 @@ class ModelMap:
                 table.blocks[number]: rank
                 for number, rank in zip(block[here].tolist(), rank[here].tolist(), strict=True)
             }
-            refuse_gap(self.slots[gap].name, self.slots[gap].numel, holders, self._hints.owners)
+            refuse_gap(
+                self.slots[gap].name,
+                self.slots[gap].numel,
+                holders,
+                self._hints.owners,
+            )
         chosen = np.zeros(len(slot), np.bool_)
         chosen[first] = True
         parts = np.split(

@@ -20,7 +20,15 @@ import numpy as np
 
 from dte_dist.plan.model_map import Slot
 
-__all__ = ["Box", "Boxes", "Ends", "Group", "Slices", "TransferOp", "TransferOps"]
+__all__ = [
+    "Box",
+    "Boxes",
+    "Ends",
+    "Group",
+    "Slices",
+    "TransferOp",
+    "TransferOps",
+]
 
 Slices = tuple[slice, ...]
 """One slice of step 1 per dimension."""

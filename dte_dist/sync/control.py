@@ -244,8 +244,9 @@ def _version(rows: Sequence[ControlRow], newest: int) -> int:
             "version= differs between ranks", ranks=sorted(wanted.values()), got=said, hint=hint
         )
     version = next(iter(wanted))
+    newest = max(newest, 0)  # versions count from 1
     if version == NONE:
-        version = max(newest, 0) + 1
+        version = newest + 1
     if version <= newest:
         hint = f"leave version= out, or pass a version above {newest}"
         raise VersionReplay(

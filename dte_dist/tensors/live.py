@@ -136,11 +136,10 @@ class LiveTensors:
         addresses = self.addresses.copy()
         contiguous = self.contiguous.copy()
         for index, place in zip(away, stand_ins.places.tolist(), strict=True):
-            tensors[index] = stand_ins.copies[place]
-            addresses[index], contiguous[index] = (
-                stand_ins.copies[place].data_ptr(),
-                True,
-            )
+            copy = stand_ins.copies[place]
+            tensors[index] = copy
+            addresses[index] = copy.data_ptr()
+            contiguous[index] = True
         read = replace(self, tensors=tensors, addresses=addresses, contiguous=contiguous)
         return replace(read, stand_ins=stand_ins, _live=self)
 

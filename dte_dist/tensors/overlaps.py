@@ -105,8 +105,10 @@ def refuse_shared(names: Sequence[str], trained: Sequence[Tensor], received: Seq
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return where the memory of a tensor begins, and where it ends."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in dimensions)
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _are_apart(tensors: Sequence[Tensor]) -> bool:
