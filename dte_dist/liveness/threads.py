@@ -98,6 +98,7 @@ class _Job:
             self.done.set()
 
 
+_here = threading.local()
 _jobs: SimpleQueue[_Job] | None = None
 
 
@@ -137,8 +138,11 @@ def settle() -> None:
 
 def _do(thread: threading.Thread | None) -> _Job:
     job = _Job(thread)
-    _queue().put(job)
-    job.done.wait()
+    if _here.__dict__.get("is_starter", False):  # in a finalizer, which the collector may call anywhere
+        job.run()
+    else:
+        _queue().put(job)
+        job.done.wait()
     return job
 
 
@@ -157,5 +161,6 @@ def _queue() -> SimpleQueue[_Job]:
 
 def _serve(jobs: SimpleQueue[_Job]) -> None:
     """Do the jobs, for the life of the process."""
+    _here.is_starter = True
     while True:
         jobs.get().run()

@@ -62,6 +62,21 @@ def test_a_thread_that_cannot_begin_is_told() -> None:
     assert within(Deadline(SOON), lambda: 3) == 3 and said == [1]
 
 
+def test_a_finalizer_in_the_starter_may_start_threads() -> None:
+    """The collector runs finalizers in any thread: those of modules close channels, which ask the store."""
+    answers = list[int]()
+
+    class Collecting(threading.Thread):
+        def start(self) -> None:
+            answers.append(within(Deadline(SOON), lambda: 5))
+            settle()
+            super().start()
+
+    thread = Collecting(target=lambda: answers.append(6))
+    begun = in_thread(lambda: start(thread))
+    assert ends(begun) and ends(thread) and answers == [5, 6]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_threads_begin_in_a_forked_child() -> None:
     settle()  # the starter of the parent lives
