@@ -6,7 +6,7 @@ thread that is to begin, waits for it. Handlers run in the main thread only, and
 C. So:
 
 1. `Latch` is set once. Each that waits brings a lock of its own, for which nobody else waits.
-2. `start` hands a thread to another thread, the starter, which starts it.
+2. `start` in the main thread hands a thread to another thread, the starter, which starts it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ class _Job:
             self.done.set()
 
 
-_here = threading.local()
 _jobs: SimpleQueue[_Job] | None = None
 
 
@@ -138,11 +137,11 @@ def settle() -> None:
 
 def _do(thread: threading.Thread | None) -> _Job:
     job = _Job(thread)
-    if _here.__dict__.get("is_starter", False):  # in a finalizer, which the collector may call anywhere
-        job.run()
-    else:
+    if threading.get_ident() == threading.main_thread().ident:
         _queue().put(job)
         job.done.wait()
+    else:  # perhaps in a finalizer, which the collector calls in any thread: one that the starter waits for
+        job.run()
     return job
 
 
@@ -161,6 +160,5 @@ def _queue() -> SimpleQueue[_Job]:
 
 def _serve(jobs: SimpleQueue[_Job]) -> None:
     """Do the jobs, for the life of the process."""
-    _here.is_starter = True
     while True:
         jobs.get().run()
