@@ -23,10 +23,12 @@ from dte_dist.errors import (
     VersionRestart,
 )
 from dte_dist.layout import Layout, ShardSpec
+from dte_dist.liveness.groups import StoreGroup, rendezvous
 from dte_dist.plan import Plan, TransferOp, remap_delta_indices
 from dte_dist.plan.model_map import RankLayout
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.sync.background import DeltaWork
+from dte_dist.sync.described_model import TensorInfo, describe
 from dte_dist.sync.engine import DeltaEngine
 from dte_dist.sync.payload_apply import reconstruct_against_base
 from dte_dist.sync.registry import close, invalidate
@@ -58,8 +60,10 @@ __all__ = [
     "ProcessGroupTransport",
     "RankLayout",
     "ShardSpec",
+    "StoreGroup",
     "SyncFailed",
     "SyncReport",
+    "TensorInfo",
     "TransferOp",
     "Transport",
     "VerifyReport",
@@ -71,12 +75,14 @@ __all__ = [
     "close",
     "delta_broadcast",
     "delta_p2p",
+    "describe",
     "invalidate",
     "payload_from_frames",
     "payload_of",
     "payload_to_frames",
     "reconstruct_against_base",
     "remap_delta_indices",
+    "rendezvous",
     "verify",
     "warm",
 ]

@@ -19,6 +19,7 @@ Those of FSDP2 and FSDP1 are in `_torch_fsdp`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Final, NamedTuple, NoReturn
@@ -36,6 +37,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Registered",
     "ShardedTensor",
+    "backends_of",
     "base_of",
     "coalesced",
     "flatten",
@@ -278,6 +280,21 @@ def structure_of(module: nn.Module) -> tuple[tuple[str, ...], list[Any]]:
 
 
 # ---- process groups
+
+
+def backends_of(group: dist.ProcessGroup) -> str:
+    """Return the backends of a process group by device, such as "cpu:gloo,cuda:nccl", whether or not torch's
+    registry knows the group.
+
+    Checked with torch 2.13. Where a group that is in no registry does not say: "cpu:gloo".
+    """
+    with suppress(KeyError, RuntimeError, TypeError, ValueError):  # it is in no registry
+        return str(dist.get_backend_config(group))
+    try:
+        backends = {device.type: group._get_backend(device).name() for device in group._device_types}
+    except AttributeError:
+        return "cpu:gloo"
+    return ",".join(f"{device}:{backend}" for device, backend in backends.items())
 
 
 def nccl_options(timeout: timedelta) -> Any:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack, overload
 
 import torch
-import torch.distributed as dist
 
 from dte_dist.errors import ChannelClosed, DeltaError
 from dte_dist.layout import Layout
+from dte_dist.liveness.groups import Group, Known, group_of, place_of
 from dte_dist.options import SyncOptions, differences, options_of
 from dte_dist.report import SyncReport, VerifyReport
 from dte_dist.sync import in_flight as running
@@ -21,7 +21,6 @@ from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.protocol import PreparedSync
 from dte_dist.sync.registry import find_channel, find_or_open, find_stand_in
 from dte_dist.sync.streams import fork_streams, join_caller, use_streams
-from dte_dist.transport.communicator import Group, group_of
 from dte_dist.transport.named_ranks import Ranks, group_ranks
 
 __all__ = ["delta_broadcast", "delta_p2p", "verify"]
@@ -250,9 +249,7 @@ def _sync(
     module: Module, group: Group | None, src: Ranks | None, async_op: bool, *, said: SyncOptions
 ) -> SyncReport | DeltaWork:
     """Make one call of a collective; whatever is wrong with it on this rank is raised on all ranks."""
-    pg = group_of(group)
-    if pg is None or dist.get_rank(pg) < 0:
-        raise ValueError("this rank is not in the group: call on its members only, after init_process_group")
+    place = place_of(group_of(group))
     into = said.get("into")
     options: SyncOptions | None = None
     error: Exception | None = None
@@ -264,7 +261,7 @@ def _sync(
         if not isinstance(async_op, bool):
             raise ValueError(f"async_op must be True or False, got {async_op!r}")
         given = said.copy()
-        given["group_src"] = group_ranks(src, said.get("group_src"), pg)
+        given["group_src"] = group_ranks(src, said.get("group_src"), place)
         options = options_of(**given)
     except (ValueError, DeltaError) as caught:
         error = caught
@@ -272,8 +269,9 @@ def _sync(
         error = ValueError(f"an argument makes no sense: {type(caught).__name__}: {caught}")
     if (wrong := _refuse_kind(module)) is not None:
         error = wrong
-        module = find_stand_in(pg) or torch.nn.Module()  # the others are told there, or when they open one
-    call = _Call(module, pg, options or options_of(), error, into)
+        # The others are told there, or when they open one.
+        module = find_stand_in(place.group) or torch.nn.Module()
+    call = _Call(module, place.group, options or options_of(), error, into)
     # A channel outlives a caller's inference_mode.
     with (
         exclusive(module, into),
@@ -296,7 +294,7 @@ class _Call:
     """One call of a collective: its arguments, and what is wrong with them on this rank."""
 
     module: Module
-    group: dist.ProcessGroup
+    group: Known
     options: SyncOptions
     error: Exception | None
     into: Module | None

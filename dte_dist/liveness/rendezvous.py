@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,11 +24,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from dte_dist.errors import ChannelClosed, PeerLost
+from dte_dist.errors import PeerLost
 from dte_dist.liveness.board import GRACE, Board
 from dte_dist.liveness.deadline import Deadline, within
+from dte_dist.liveness.groups import Group, address_of, group_of, place_of
 from dte_dist.liveness.notes import number, read_note
 from dte_dist.liveness.presence import Process
 
@@ -37,63 +36,10 @@ if TYPE_CHECKING:
     from dte_dist.liveness.watch import Watch
     from dte_dist.transport.communicator import Communicator
 
-__all__ = ["Group", "Membership", "PatientStore", "call_roll", "forget_meeting", "group_of"]
-
-Group = dist.ProcessGroup | DeviceMesh
-"""A process group as a caller names it: itself, or a mesh of one dimension."""
+__all__ = ["Membership", "PatientStore", "call_roll", "forget_meeting"]
 
 _PAUSE: Final = 0.02
 """Seconds between two questions to the store, at most, in a group of up to 64 ranks."""
-
-
-_inherited: Any = None
-"""The world of the process that this one was forked from."""
-
-
-def _note_inherited() -> None:
-    """Remember, in a forked child, the process groups that are its parent's."""
-    global _inherited  # noqa: PLW0603
-    _inherited = dist.group.WORLD if dist.is_initialized() else None
-
-
-os.register_at_fork(after_in_child=_note_inherited)
-
-
-def _refuse_inherited() -> None:
-    """Refuse to take part in a group of the parent process: this one would be counted as the same rank."""
-    if _inherited is not None and dist.group.WORLD is _inherited:
-        hint = "sync in the process that made the group; start workers that are to sync by spawn, not fork"
-        raise ChannelClosed(
-            "the process group belongs to the process that this one was forked from", hint=hint
-        )
-
-
-def group_of(group: Group | None) -> dist.ProcessGroup | None:
-    """Return the process group that a caller means. None is the world; that is None where nothing is
-    initialised.
-
-    Raises:
-        ValueError: it is a mesh of several dimensions, or one that has no group on this rank.
-
-    Example:
-        >>> group_of(mesh["shard"]) is mesh.get_group("shard")
-        True
-        >>> group_of(None) is dist.group.WORLD
-        True
-    """
-    if not isinstance(group, DeviceMesh):
-        return dist.group.WORLD if group is None else group
-    if group.ndim != 1:
-        dims = group.mesh_dim_names or range(group.ndim)
-        ways = " or ".join(f"mesh.get_group({dim!r})" for dim in dims)
-        what = f"a mesh of {group.ndim} dimensions has a group for each of them"
-        raise ValueError(f"{what}: pass {ways}, or a group of all its ranks")
-    if group.get_coordinate() is None:
-        raise ValueError("this rank is not in the mesh: call on its ranks only")
-    try:
-        return group.get_group()
-    except RuntimeError as error:
-        raise ValueError(f"the mesh has no process group: {error}; pass the group itself") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,20 +79,15 @@ class Membership:
             PeerLost: the store of the group is gone.
             ChannelClosed: this process was forked from the one that is the rank.
         """
-        _refuse_inherited()
-        pg = group_of(group)
-        if pg is None or not isinstance(pg, dist.ProcessGroup) or dist.get_rank(pg) < 0:
-            raise ValueError(
-                "this rank is not a member of the group: call on the members only (after init_process_group)"
-            )
-        root = dist.PrefixStore("dte_dist", pg.get_group_store())
-        counter = f"opened_by/{pg.rank()}"
+        place = place_of(group_of(group))
+        root = dist.PrefixStore("dte_dist", place.store)
+        counter = f"opened_by/{place.rank}"
 
         def take_number() -> tuple[int, str]:
-            root.set(f"process/{pg.rank()}", json.dumps(asdict(Process.this())))
+            root.set(f"process/{place.rank}", json.dumps(asdict(Process.this())))
             number = root.add(counter, 1)
-            while (verdict := Board(dist.PrefixStore(str(number), root), pg.size()).read()) is not None:
-                if verdict.kind != "late" or pg.rank() not in verdict.ranks:
+            while (verdict := Board(dist.PrefixStore(str(number), root), place.size).read()) is not None:
+                if verdict.kind != "late" or place.rank not in verdict.ranks:
                     break  # it is raised at the roll call
                 number = root.add(counter, 1)
             return number, root.compare_set("group", "", secrets.token_hex(8)).decode("utf-8", "replace")
@@ -154,11 +95,19 @@ class Membership:
         try:
             number, name = within(Deadline(timeout.total_seconds()), take_number)
         except (RuntimeError, TimeoutError) as error:
-            raise _no_store() from error
-        ranks = tuple(dist.get_process_group_ranks(pg))
+            raise _no_store(root) from error
         store = dist.PrefixStore(str(number), root)
-        backends = str(dist.get_backend_config(pg))
-        return cls(pg.rank(), pg.size(), ranks, store, backends, timeout, number, name, root)
+        return cls(
+            place.rank,
+            place.size,
+            place.global_ranks,
+            store,
+            place.backends,
+            timeout,
+            number,
+            name,
+            root,
+        )
 
     @property
     def group_store(self) -> dist.Store:
@@ -209,7 +158,7 @@ def call_roll(watch: Watch) -> dict[int, int | None]:
         missing = _missing(store, mine)
         if watch.board.found is None and (missing is None or not isinstance(error, TimeoutError)):
             gone = watch.ended()
-            raise (watch.died(gone) if gone else _no_store()) from error
+            raise (watch.died(gone) if gone else _no_store(store)) from error
         raise watch.lost(missing or [mine.rank], mine.timeout, began, error, verb="come") from error
     finally:
         is_off, watch.absent = True, None
@@ -259,9 +208,12 @@ def _missing(store: dist.Store, mine: Membership) -> list[int] | None:
         return None
 
 
-def _no_store() -> PeerLost:
-    hint = "if the rank that keeps it is gone, form a group of the others, and call with that group"
-    return PeerLost("the store of the group cannot be reached", hint=hint)
+def _no_store(store: dist.Store) -> PeerLost:
+    """Return why a group whose store is gone cannot meet: it must outlive all that sync over it."""
+    hint = "if the process that hosts it is gone, form a group of the others, and call with that group"
+    where = address_of(store)
+    got = None if where is None else f"nobody at {where}"
+    return PeerLost("the store of the group cannot be reached", got=got, hint=hint)
 
 
 class PatientStore(dist.Store):

@@ -38,7 +38,7 @@ from dte_dist.sync.description import Description, check_counts
 from dte_dist.transport.all_or_none import agreed, raise_if_any
 from dte_dist.transport.communicator import Communicator
 
-__all__ = ["Agreement", "Described", "agree", "compare_plans", "describe"]
+__all__ = ["Agreement", "Described", "agree", "compare_plans", "describe", "exchange"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +89,14 @@ def describe(
     into: torch.nn.Module | Layout | None,
     options: SyncOptions,
     backends: str,
+    world: str,
 ) -> Described:
-    """Describe what this rank holds and wants; `backends` are those of the user's group, by device.
+    """Describe what this rank holds and wants.
+
+    Args:
+        module, into, options: of the call.
+        backends: of the user's group, by device.
+        world: name of the world in which meshes count their ranks.
 
     Raises:
         LayoutMismatch: something is placed in a way that cannot be handled.
@@ -107,6 +113,7 @@ def describe(
         "partial": (layout if other is None else other).is_partial,
         "nccl": "nccl" in backends and all(device.type == "cuda" for device in devices),
         "trained": [layout.is_trained(), other is not None and other.is_trained()],
+        "world": world,
     }
     parts = [
         json.dumps(head, sort_keys=True).encode(),
@@ -132,18 +139,32 @@ def agree(control: Communicator, mine: Described | None, error: Exception | None
         PeerLost: a rank did not answer.
         DamagedRow: what a rank said came damaged to this one.
     """
-    data, coordinates = (mine.data, mine.coordinates) if mine is not None else (b"", ())
-    digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
-    rows = raise_if_any(control, error, [_format(), len(data), len(coordinates), *digest])
-    agreed(lambda: _check_formats(rows[:, 0].tolist()))
-    agreed(lambda: check_counts(rows[:, 1].tolist()))
-    descriptions = _share(control, rows[:, 1], rows[:, 3:], data)
-    agreed(lambda: _check_numbers(rows[:, 2].tolist(), descriptions))
+    rows, descriptions = exchange(control, mine, error)
+    coordinates = mine.coordinates if mine is not None else ()
     padded = np.zeros(int(rows[:, 2].max()), np.int64)
     padded[: len(coordinates)] = coordinates
     table = control.all_gather_rows(padded) if len(padded) else np.zeros((len(rows), 0), np.int64)
     places = [row[:size].tolist() for row, size in zip(table, rows[:, 2], strict=True)]
     return agreed(lambda: _plan(descriptions, places, rows[:, 3:].tobytes()))
+
+
+def exchange(
+    control: Communicator, mine: Described | None, error: Exception | None
+) -> tuple[np.ndarray, list[Description]]:
+    """Exchange descriptions; as for `agree`.
+
+    Returns:
+        The row of each rank, int64[ranks, 5]: format, bytes, numbers of its coordinates, digest. And what
+        each rank says of itself.
+    """
+    data, numbers = (mine.data, len(mine.coordinates)) if mine is not None else (b"", 0)
+    digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.int64)
+    rows = raise_if_any(control, error, [_format(), len(data), numbers, *digest])
+    agreed(lambda: _check_formats(rows[:, 0].tolist()))
+    agreed(lambda: check_counts(rows[:, 1].tolist()))
+    descriptions = _share(control, rows[:, 1], rows[:, 3:], data)
+    agreed(lambda: _check_numbers(rows[:, 2].tolist(), descriptions))
+    return rows, descriptions
 
 
 def compare_plans(control: Communicator, agreement: Agreement) -> None:
@@ -271,10 +292,14 @@ def _refuse_to_overwrite(described: Sequence[Description], root: int, receivers:
 
 def _connected(described: Sequence[Description], coordinates: Sequence[list[Any]]) -> tuple[int, ...]:
     """Return the ranks that share a mesh with rank 0, directly or through others; rank 0 alone if it has
-    none.
+    none. Ranks of a mesh are numbers in a world: equal ones of two worlds are different ranks.
     """
     meshes = [
-        {mesh.ranks for mesh, place in zip(said.manifest.meshes, where[0], strict=True) if place is not None}
+        {
+            (said.world, mesh.ranks)
+            for mesh, place in zip(said.manifest.meshes, where[0], strict=True)
+            if place is not None
+        }
         for said, where in zip(described, coordinates, strict=True)
     ]
     found = {0}

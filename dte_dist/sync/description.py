@@ -25,6 +25,7 @@ MOST_BYTES: Final = 1 << 28
 """Most bytes of a description: two manifests of the most text that they may have, and dtypes by name."""
 
 _HEAD: Final = 24
+_KEYS: Final = {"options", "wire", "partial", "nccl", "trained", "world"}
 _SAME: Final = "run the same version of dte_dist on every rank"
 
 
@@ -38,6 +39,7 @@ class Description:
         partial: a receiver asks for some of the slots only.
         nccl: the rank can send its data over NCCL.
         trained: whether the module is trained, and whether the one to receive into is.
+        world: name of the default world of the rank, see `liveness.groups.world_of`.
         manifest: of the module.
         into: of the module to receive into, if there is another.
     """
@@ -47,6 +49,7 @@ class Description:
     partial: bool
     nccl: bool
     trained: tuple[bool, bool]
+    world: str
     manifest: Manifest
     into: Manifest | None
 
@@ -74,8 +77,10 @@ class Description:
     def _read(cls, data: bytes, size: int) -> Description:
         head, manifest, into = _parts(data)
         said = json.loads(head)
-        if not isinstance(said, dict) or said.keys() != {"options", "wire", "partial", "nccl", "trained"}:
+        if not isinstance(said, dict) or said.keys() != _KEYS:
             raise ValueError("its JSON has other keys")
+        if not isinstance(said["world"], str):
+            raise ValueError("the name of its world is no text")
         own, other = said["trained"]
         if any(type(flag) is not bool for flag in (said["partial"], said["nccl"], own, other)):
             raise ValueError("partial, nccl or trained is neither true nor false")
@@ -84,7 +89,7 @@ class Description:
         second = Manifest.from_bytes(into) if into else None
         wire = _wire(said["wire"])
         flags = (said["partial"], said["nccl"])
-        return cls(said["options"], wire, *flags, (own, other), first, second)
+        return cls(said["options"], wire, *flags, (own, other), said["world"], first, second)
 
     @property
     def manifests(self) -> tuple[Manifest | None, Manifest | None]:

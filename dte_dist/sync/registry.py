@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dte_dist.layout import Layout
+from dte_dist.liveness.groups import Group, Known, group_of, is_gone
 from dte_dist.options import SyncOptions
 from dte_dist.sync import in_flight as running
 from dte_dist.sync import retained_state as kept
@@ -29,7 +29,6 @@ from dte_dist.sync.channel import Channel
 from dte_dist.sync.control import INVALIDATED
 from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.open import Model, open_channel
-from dte_dist.transport.communicator import Group, group_of
 
 __all__ = ["close", "find_channel", "find_or_open", "find_stand_in", "invalidate"]
 
@@ -44,7 +43,7 @@ _origins: weakref.WeakKeyDictionary[Any, dict[Any, int | None]] = weakref.WeakKe
 
 def find_or_open(
     module: Model,
-    group: dist.ProcessGroup,
+    group: Known,
     into: Model | None,
     options: SyncOptions,
     error: Exception | None,
@@ -67,7 +66,7 @@ def find_or_open(
     for other, channel in list(mine.items()):
         channel.refuse_forked()
         channel.abort()
-        if channel.broken is not None or _is_gone(other):
+        if channel.broken is not None or is_gone(other):
             if (
                 source := channel.parts.source
             ) is not None:  # a receiver's version state stays with its copy anyway
@@ -89,18 +88,18 @@ def _forget_origins(module: Model) -> None:
     """Let go of groups that the user has destroyed: each holds connections and threads."""
     origins = _origins.get(module, {})
     for other in list(origins):
-        if _is_gone(other):
+        if is_gone(other):
             del origins[other]
 
 
-def find_channel(module: Model, group: dist.ProcessGroup | None) -> Channel | None:
+def find_channel(module: Model, group: Known | None) -> Channel | None:
     """Return the open channel of (module, group), None if there is none; of what is no module there never
     is.
     """
     return _channels.get(module, {}).get(group) if isinstance(module, torch.nn.Module | Layout) else None
 
 
-def _warn_of_twins(opened: Channel, group: dist.ProcessGroup) -> None:
+def _warn_of_twins(opened: Channel, group: Known) -> None:
     """Warn where another channel over the group is like the one just opened, and neither has a name."""
     others = [channels[group] for channels in list(_channels.values()) if group in channels]
     nameless = [each for each in (opened, *others) if each.broken is None and each.options["name"] is None]
@@ -120,7 +119,7 @@ def _are_alike(one: Channel, other: Channel) -> bool:
     return roles and mine.model.slots == theirs.model.slots and mine.model.digest() == theirs.model.digest()
 
 
-def _retire(group: dist.ProcessGroup, name: str | None) -> None:
+def _retire(group: Known, name: str | None) -> None:
     """Close the channel of this name that another module has over the group: the module was built anew.
 
     The others, who still call the old channel, find that it was closed, and open a new one with this rank.
@@ -146,7 +145,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def find_stand_in(group: dist.ProcessGroup | None) -> Any:
+def find_stand_in(group: Known | None) -> Any:
     """Return the module whose channel over a group the other ranks are likely to call next, to tell them
     there that this rank has a wrong one: that which was called least. None if no channel is open.
 
@@ -182,14 +181,6 @@ atexit.register(_at_exit)
 def _close_all(channels: dict[Any, Channel]) -> None:
     for channel in channels.values():
         channel.close("its module is gone")
-
-
-def _is_gone(group: dist.ProcessGroup) -> bool:
-    """Return whether the user has destroyed a group."""
-    try:
-        return dist.get_rank(group) < 0
-    except (ValueError, RuntimeError):
-        return True
 
 
 def invalidate(module: Model, group: Group | None = None) -> None:

@@ -37,7 +37,8 @@ from torch import Tensor
 from dte_dist._torch_compat import coalesced, nccl_options
 from dte_dist.errors import PeerLost
 from dte_dist.liveness.board import late
-from dte_dist.liveness.rendezvous import Group, Membership, PatientStore, group_of
+from dte_dist.liveness.groups import Group, group_of
+from dte_dist.liveness.rendezvous import Membership, PatientStore
 from dte_dist.liveness.watch import Watch
 from dte_dist.transport.guard import guard_of, refuse_damage
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from dte_dist.liveness.groups import Place
 
 __all__ = ["Ranks", "group_ranks", "ranks_of"]
 
@@ -15,9 +16,7 @@ Ranks = int | Sequence[int] | DeviceMesh
 """Ranks as a caller names them."""
 
 
-def group_ranks(
-    src: Ranks | None, group_src: Ranks | None, group: dist.ProcessGroup
-) -> tuple[int, ...] | None:
+def group_ranks(src: Ranks | None, group_src: Ranks | None, place: Place) -> tuple[int, ...] | None:
     """Return the sources that a caller named as ranks of the group, None for the default.
 
     Raises:
@@ -28,8 +27,8 @@ def group_ranks(
     if src is None and group_src is None:
         return None
     if src is None:
-        return tuple(ranks_of("group_src", group_src, group.size()))
-    places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
+        return tuple(ranks_of("group_src", group_src, place.size))
+    places = {rank: place for place, rank in enumerate(place.global_ranks)}
     named = ranks_of("src", src)
     missing = [rank for rank in named if rank not in places]
     if missing:

@@ -12,9 +12,10 @@
     def test_it(ranks):
         assert ranks.run(program, (7, 3)) == [...]         # one result a rank, in rank order
 
-A program runs inside an initialised gloo world (`dist.group.WORLD`). `outcomes` gives errors back instead of
-raising them; `kill` sends SIGKILL. The processes come from a fork server that has torch imported, so
-that starting four of them takes about half a second.
+A program runs inside an initialised gloo world (`dist.group.WORLD`). `Ranks(4, worlds=[2, 2])` makes two of
+them, as trainers and an engine have; a world of 0 stands for one rank that has none. `outcomes` gives errors
+back instead of raising them; `kill` sends SIGKILL. The processes come from a fork server that has torch
+imported, so that starting four of them takes about half a second.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -47,19 +48,29 @@ class Outcome:
     died: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """The default world of a rank: its store, and the rank's place in it; size 0 for none."""
+
+    path: str
+    rank: int
+    size: int
+
+
 class RanksFailed(AssertionError):
     """At least one rank raised, died or did not answer in time."""
 
 
-def _serve(rank: int, world: int, rendezvous: str, pipe: Connection, timeout: float) -> None:
+def _serve(rank: int, world: int, home: _Home, pipe: Connection, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(rendezvous, world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
+    if home.size:
+        store = dist.FileStore(home.path, home.size)
+        dist.init_process_group(
+            "gloo", store=store, rank=home.rank, world_size=home.size, timeout=timedelta(seconds=timeout)
+        )
     pipe.send(Outcome("ready"))
     while (task := pipe.recv()) is not None:
         function, args, kwargs = task
@@ -76,18 +87,22 @@ class Ranks:
     Args:
         world: number of ranks.
         timeout: seconds after which a collective of the gloo world itself fails.
+        worlds: sizes of the default worlds, one after the other; 0 for a rank that has none. None is one
+            world of all.
     """
 
-    def __init__(self, world: int, timeout: float = 60.0) -> None:
+    def __init__(self, world: int, timeout: float = 60.0, worlds: Sequence[int] | None = None) -> None:
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
-        rendezvous = os.path.join(self._folder.name, "store")
         self._pipes, self._processes = [], []
-        for rank in range(world):
+        homes = [
+            _Home(os.path.join(self._folder.name, f"store {number}"), place, size)
+            for number, size in enumerate([world] if worlds is None else worlds)
+            for place in range(max(size, 1))
+        ]
+        for rank, home in enumerate(homes):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(
-                target=_serve, args=(rank, world, rendezvous, theirs, timeout), daemon=True
-            )
+            process = _CONTEXT.Process(target=_serve, args=(rank, world, home, theirs, timeout), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
