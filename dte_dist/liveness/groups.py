@@ -203,9 +203,8 @@ def place_of(group: Known | None) -> Place:
         ranks = tuple(range(group.size))
         return Place(group, group.rank, group.size, ranks, group.store, group.backends)
     if not isinstance(group, dist.ProcessGroup) or is_gone(group) or group.rank() < 0:
-        raise ValueError(
-            "this rank is not a member of the group: call on the members only (after init_process_group)"
-        )
+        what = "this rank is not in the group: call on its members only, after init_process_group"
+        raise ValueError(what)
     if _inherited is not None and dist.group.WORLD is _inherited:
         raise _inherited_group()
     ranks = tuple(dist.get_process_group_ranks(group)) if group in _registered else tuple(range(group.size()))

@@ -89,7 +89,7 @@ def describe(
     into: torch.nn.Module | Layout | None,
     options: SyncOptions,
     backends: str,
-    world: str,
+    world: str = "",
 ) -> Described:
     """Describe what this rank holds and wants.
 

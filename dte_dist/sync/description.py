@@ -39,9 +39,9 @@ class Description:
         partial: a receiver asks for some of the slots only.
         nccl: the rank can send its data over NCCL.
         trained: whether the module is trained, and whether the one to receive into is.
-        world: name of the default world of the rank, see `liveness.groups.world_of`.
         manifest: of the module.
         into: of the module to receive into, if there is another.
+        world: name of the default world of the rank, see `liveness.groups.world_of`.
     """
 
     options: dict[str, Any]
@@ -49,9 +49,9 @@ class Description:
     partial: bool
     nccl: bool
     trained: tuple[bool, bool]
-    world: str
     manifest: Manifest
     into: Manifest | None
+    world: str = ""
 
     @classmethod
     def parse(cls, data: bytes, *, rank: int, size: int) -> Description:
@@ -89,7 +89,7 @@ class Description:
         second = Manifest.from_bytes(into) if into else None
         wire = _wire(said["wire"])
         flags = (said["partial"], said["nccl"])
-        return cls(said["options"], wire, *flags, (own, other), said["world"], first, second)
+        return cls(said["options"], wire, *flags, (own, other), first, second, said["world"])
 
     @property
     def manifests(self) -> tuple[Manifest | None, Manifest | None]:

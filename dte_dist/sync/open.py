@@ -153,11 +153,8 @@ class _ChannelOpening:
         stream = self.opening.wire("stream", agreement.backend, ends, device)
         if agreement.backend == "gloo":
             return gather, stream, self.opening.wires[0]
-        return (
-            gather,
-            stream,
-            self.opening.wire("pairs", agreement.backend, range(self.membership.size), device),
-        )
+        everyone = range(self.membership.size)
+        return gather, stream, self.opening.wire("pairs", agreement.backend, everyone, device)
 
     def _build(
         self, agreement: Agreement, mine: Described, module: Model, target: Model, groups: _Groups
