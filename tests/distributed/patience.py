@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dte_dist.sync import agreement
-from dte_dist.sync import open as opening
+from dte_dist.sync.open import _ChannelOpening
+from dte_dist.transport import opening
 from dte_dist.transport.communicator import Communicator
 from tests.distributed.tools import model, same, sync
 
@@ -51,13 +52,13 @@ def go_anew(rank: int, world: int, timeout: float = LONG) -> Any:
 
 
 PLACES = {
-    "before the roll call": (opening._Opening, "_describe"),
+    "before the roll call": (_ChannelOpening, "_describe"),
     "at the roll call": (opening, "call_roll"),
     "in the middle of agreeing": (agreement, "_share"),
     "while it plans": (agreement, "_plan"),
     "while it connects": (Communicator, "_connect"),
-    "while it makes groups for data": (opening._Opening, "_groups"),
-    "while it builds": (opening._Opening, "_build"),
+    "while it makes groups for data": (_ChannelOpening, "_groups"),
+    "while it builds": (_ChannelOpening, "_build"),
     "while plans are compared": (agreement, "_refuse_other_plan"),
     "at the end": (opening, "forget_meeting"),
 }
