@@ -261,7 +261,8 @@ def _sync(
         if not isinstance(async_op, bool):
             raise ValueError(f"async_op must be True or False, got {async_op!r}")
         given = said.copy()
-        given["group_src"] = group_ranks(src, said.get("group_src"), place)
+        if src is not None or "group_src" in given:
+            given["group_src"] = group_ranks(src, said.get("group_src"), place)
         options = options_of(**given)
     except (ValueError, DeltaError) as caught:
         error = caught

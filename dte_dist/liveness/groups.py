@@ -152,7 +152,6 @@ class Place:
         rank, size: in the group.
         global_ranks: of its members in the default world, as far as torch knows; else their group ranks.
         store: of the group.
-        backends: by device, such as "cpu:gloo,cuda:nccl".
     """
 
     group: Known
@@ -160,7 +159,10 @@ class Place:
     size: int
     global_ranks: tuple[int, ...]
     store: dist.Store
-    backends: str
+
+    def backends(self) -> str:
+        """Return the backends by device, such as "cpu:gloo,cuda:nccl"."""
+        return self.group.backends if isinstance(self.group, StoreGroup) else backends_of(self.group)
 
 
 def group_of(group: Group | None) -> Known | None:
@@ -201,15 +203,14 @@ def place_of(group: Known | None) -> Place:
         if os.getpid() != group._pid:
             raise _inherited_group()
         ranks = tuple(range(group.size))
-        return Place(group, group.rank, group.size, ranks, group.store, group.backends)
+        return Place(group, group.rank, group.size, ranks, group.store)
     if not isinstance(group, dist.ProcessGroup) or is_gone(group) or group.rank() < 0:
         what = "this rank is not in the group: call on its members only, after init_process_group"
         raise ValueError(what)
     if _inherited is not None and dist.group.WORLD is _inherited:
         raise _inherited_group()
     ranks = tuple(dist.get_process_group_ranks(group)) if group in _registered else tuple(range(group.size()))
-    store = group.get_group_store()
-    return Place(group, group.rank(), group.size(), ranks, store, backends_of(group))
+    return Place(group, group.rank(), group.size(), ranks, group.get_group_store())
 
 
 def is_gone(group: Known) -> bool:

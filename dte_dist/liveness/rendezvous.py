@@ -28,7 +28,7 @@ import torch.distributed as dist
 from dte_dist.errors import PeerLost
 from dte_dist.liveness.board import GRACE, Board
 from dte_dist.liveness.deadline import Deadline, within
-from dte_dist.liveness.groups import Group, address_of, group_of, place_of
+from dte_dist.liveness.groups import Group, address_of, group_of, place_of, world_of
 from dte_dist.liveness.notes import number, read_note
 from dte_dist.liveness.presence import Process
 
@@ -55,6 +55,7 @@ class Membership:
         channel: its number, counted in the group.
         group: a name that no other group has; the same on all its ranks.
         root: the store of the group, under a prefix that all channels share.
+        world: name of the default world of this process, see `groups.world_of`.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class Membership:
     channel: int = 0
     group: str = ""
     root: dist.Store | None = None
+    world: str = ""
 
     @classmethod
     def join(cls, group: Group | None, timeout: timedelta) -> Membership:
@@ -83,17 +85,18 @@ class Membership:
         root = dist.PrefixStore("dte_dist", place.store)
         counter = f"opened_by/{place.rank}"
 
-        def take_number() -> tuple[int, str]:
+        def take_number() -> tuple[int, str, str]:
             root.set(f"process/{place.rank}", json.dumps(asdict(Process.this())))
             number = root.add(counter, 1)
             while (verdict := Board(dist.PrefixStore(str(number), root), place.size).read()) is not None:
                 if verdict.kind != "late" or place.rank not in verdict.ranks:
                     break  # it is raised at the roll call
                 number = root.add(counter, 1)
-            return number, root.compare_set("group", "", secrets.token_hex(8)).decode("utf-8", "replace")
+            name = root.compare_set("group", "", secrets.token_hex(8)).decode("utf-8", "replace")
+            return number, name, world_of()
 
         try:
-            number, name = within(Deadline(timeout.total_seconds()), take_number)
+            number, name, world = within(Deadline(timeout.total_seconds()), take_number)
         except (RuntimeError, TimeoutError) as error:
             raise _no_store(root) from error
         store = dist.PrefixStore(str(number), root)
@@ -102,11 +105,12 @@ class Membership:
             place.size,
             place.global_ranks,
             store,
-            place.backends,
+            place.backends(),
             timeout,
             number,
             name,
             root,
+            world,
         )
 
     @property

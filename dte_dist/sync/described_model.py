@@ -23,7 +23,7 @@ import torch
 
 from dte_dist.errors import LayoutMismatch
 from dte_dist.layout import DTYPES, Entry, Layout, Manifest
-from dte_dist.liveness.groups import Group, group_of, place_of, world_of
+from dte_dist.liveness.groups import Group, group_of, place_of
 from dte_dist.options import options_of, timeout_of
 from dte_dist.sync.agreement import describe as described_by
 from dte_dist.sync.agreement import exchange
@@ -44,6 +44,11 @@ class TensorInfo:
         shape: of the tensor.
         dtype: that the sources hold.
         aliases: all names of the tensor if it has several, sorted, this one among them.
+
+    Example:
+        >>> info = dte_dist.TensorInfo((8, 4), torch.float32)
+        >>> torch.empty(info.shape, dtype=info.dtype).numel()
+        32
     """
 
     shape: tuple[int, ...]
@@ -86,7 +91,8 @@ def describe(
 
     def steps(opening: Opening) -> Mapping[str, TensorInfo]:
         backends = opening.membership.backends
-        mine, wrong = capture(lambda: described_by(given, None, options, backends, world_of()))
+        world = opening.membership.world
+        mine, wrong = capture(lambda: described_by(given, None, options, backends, world))
         control = opening.connect()
         _, said = exchange(control, mine if error is None else None, error or wrong)
         opening.has_met = opening.watch.is_ending = True

@@ -26,7 +26,7 @@ import torch
 
 from dte_dist import kernels
 from dte_dist.layout import DTYPES, Layout, refuse_overlaps, refuse_shared
-from dte_dist.liveness.groups import Known, world_of
+from dte_dist.liveness.groups import Known
 from dte_dist.options import SyncOptions, timeout_of
 from dte_dist.plan.chunks import ChunkPlan
 from dte_dist.plan.transfer_plan import Plan
@@ -134,7 +134,7 @@ class _ChannelOpening:
         return built  # type: ignore[return-value]  # raise_if_any raised where there is none
 
     def _describe(self, module: Model, into: Model | None) -> Described:
-        described = describe(module, into, self.options, self.membership.backends, world_of())
+        described = describe(module, into, self.options, self.membership.backends, self.membership.world)
         layouts = [layout for layout in (described.layout, described.into) if layout is not None]
         dtypes = {DTYPES[entry.dtype] for layout in layouts for entry in layout.manifest.entries}
         self._warm(dtype.itemsize for dtype in dtypes)

@@ -29,6 +29,9 @@ ON_RANKS = (
     "dte_dist.errors",
     "dte_dist.transport.process_group",
     "dte_dist.liveness.rendezvous",
+    "dte_dist.liveness.groups.group_of",
+    "dte_dist.liveness.groups.rendezvous",
+    "dte_dist.sync.described_model.describe",
     "dte_dist.transport.all_or_none",
 )
 """Names whose examples need ranks: a name stands for all that begin with it."""
