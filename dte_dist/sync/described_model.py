@@ -82,7 +82,7 @@ def describe(
     Example:
         >>> held = dte_dist.describe(group, model if rank == 0 else None)
         >>> held["0.weight"].shape, held["0.weight"].dtype
-        ((8, 4), torch.float32)
+        ((32, 16), torch.float32)
     """
     place_of(group_of(group))
     options, error = capture(lambda: options_of(timeout=timeout))
