@@ -116,9 +116,9 @@ def rendezvous(
         PeerLost: rank 0 did not come in time, or cannot listen there.
 
     Example:
-        >>> met = dte_dist.rendezvous("tcp://127.0.0.1:29471", rank, size=4)
-        >>> met.rank == rank, met.size
-        (True, 4)
+        >>> group = dte_dist.rendezvous("tcp://127.0.0.1:29471", rank=0, size=1)  # on each rank; keep it
+        >>> group.rank, group.size
+        (0, 1)
     """
     parts = urlsplit(address) if isinstance(address, str) else urlsplit("")
     if parts.scheme != "tcp" or not parts.hostname or not parts.port:

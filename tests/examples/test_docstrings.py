@@ -30,7 +30,6 @@ ON_RANKS = (
     "dte_dist.transport.process_group",
     "dte_dist.liveness.rendezvous",
     "dte_dist.liveness.groups.group_of",
-    "dte_dist.liveness.groups.rendezvous",
     "dte_dist.sync.described_model.describe",
     "dte_dist.transport.all_or_none",
 )
