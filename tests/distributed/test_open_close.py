@@ -185,7 +185,7 @@ def wrong_on_one_rank(rank: int, world: int, is_open: bool, who: int) -> Any:
     errors = {}
     if is_open:
         sync(module, group)
-    for name, wrong in (WRONG | NO_MODULE).items():
+    for name, wrong in (WRONG if is_open else WRONG | NO_MODULE).items():
         call = {"module": module, "group": group, **(wrong if rank == who else {})}
         errors[name] = caught(lambda call=call: sync(**call))
     report = sync(module, group)
@@ -204,6 +204,25 @@ def test_a_wrong_argument_on_one_rank_is_the_same_error_on_all_and_the_next_call
         if not is_open and name in TEXTS:
             assert TEXTS[name] in text, (name, text)
     assert report == ((2, "delta") if is_open else (1, "full"))
+
+
+def no_module_while_open(rank: int, world: int) -> Any:
+    module, group = model(rank), dist.new_group(list(range(world)))
+    sync(module, group, timeout=3)
+    error = caught(lambda: sync(module if rank != 2 else None, group, timeout=3))
+    dist.barrier()
+    while caught(lambda: sync(module, group, timeout=3))[0] == "PeerLost":
+        pass
+    return error[0], prints(module)
+
+
+@pytest.mark.slow
+def test_no_module_on_one_rank_of_an_open_channel_is_said_there_at_once_and_the_others_do_not_hang(
+    ranks: Ranks,
+) -> None:
+    found = ranks.run(no_module_while_open)
+    same([bits for _, bits in found])
+    assert [error for error, _ in found] == ["PeerLost", "PeerLost", "ValueError", "PeerLost"]
 
 
 def closing(rank: int, world: int) -> Any:
