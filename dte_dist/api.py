@@ -19,7 +19,7 @@ from dte_dist.sync.background import DeltaWork
 from dte_dist.sync.channel import Abandoned, Channel
 from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.protocol import PreparedSync
-from dte_dist.sync.registry import find_channel, find_or_open, find_stand_in
+from dte_dist.sync.registry import find_channel, find_or_open, is_in_use
 from dte_dist.sync.streams import fork_streams, join_caller, use_streams
 from dte_dist.transport.named_ranks import Ranks, group_ranks
 
@@ -221,13 +221,10 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         (2,)
     """
     pg = group_of(group)
-    error: Exception | None = None
     if (channel := find_channel(module, pg)) is None:
-        what = "there is no open channel of this module and group"
-        error = _refuse_kind(module) or ValueError(f"{what}: verify after delta_broadcast or delta_p2p")
-        module = find_stand_in(pg)  # through it the others are told
-        if (channel := find_channel(module, pg)) is None:
-            raise error
+        raise ValueError(
+            "there is no open channel of this module and group: verify after delta_broadcast or delta_p2p"
+        )
     into = channel.into()
     with exclusive(module, into), torch.inference_mode(False), torch.no_grad():
         running.wait_for(module, into)
@@ -235,7 +232,7 @@ def verify(module: Module, group: Group | None = None) -> VerifyReport:
         # A call of another thread may have opened a new one meanwhile.
         channel = find_channel(module, pg) or channel
         try:
-            return channel.verify(error)
+            return channel.verify()
         except BaseException as error:
             channel.abort(error)
             if isinstance(error, Abandoned):
@@ -270,8 +267,9 @@ def _sync(
         error = ValueError(f"an argument makes no sense: {type(caught).__name__}: {caught}")
     if (wrong := _refuse_kind(module)) is not None:
         error = wrong
-        # The others are told there, or when they open one.
-        module = find_stand_in(place.group) or torch.nn.Module()
+        if is_in_use(place.group):  # the other ranks may be about to use a channel that this rank cannot find
+            raise error
+        module = torch.nn.Module()  # it stands in, to tell them when they open one
     call = _Call(module, place.group, options or options_of(), error, into)
     # A channel outlives a caller's inference_mode.
     with (

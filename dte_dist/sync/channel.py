@@ -172,11 +172,8 @@ class Channel:
             replace(row, route=ROUTES.index(chosen[0])), error, phases, begin, chosen, background
         )
 
-    def verify(self, error: Exception | None = None) -> VerifyReport:
+    def verify(self) -> VerifyReport:
         """Compare what receivers hold with what sources believe they hold; all ranks of the group must call.
-
-        Args:
-            error: what is wrong with the call, to be raised on all ranks.
 
         Raises:
             DeltaError: the same on every rank; `PeerLost` on every surviving one, and the channel is broken.
@@ -184,8 +181,9 @@ class Channel:
         """
         self.in_step = False
         self.watch.call()
+        error = None
         if self.parts.source is not None:
-            error = error or capture_error(self.parts.source.rollback)
+            error = capture_error(self.parts.source.rollback)
         row = replace(self._row(error, None, NO_REASON, asked=False), call=VERIFY)
         meeting = Sync(self.parts, PreparedSync(row, error, Phases(), time.perf_counter(), ("broadcast", "")))
         report = self._meet(meeting, meeting.verify)

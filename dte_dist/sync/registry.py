@@ -30,7 +30,7 @@ from dte_dist.sync.control import INVALIDATED
 from dte_dist.sync.exclusive import exclusive
 from dte_dist.sync.open import Model, open_channel
 
-__all__ = ["close", "find_channel", "find_or_open", "find_stand_in", "invalidate"]
+__all__ = ["close", "find_channel", "find_or_open", "invalidate", "is_in_use"]
 
 _EXIT_PATIENCE = 20.0
 _PID = os.getpid()
@@ -145,18 +145,9 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def find_stand_in(group: Known | None) -> Any:
-    """Return the module whose channel over a group the other ranks are likely to call next, to tell them
-    there that this rank has a wrong one: that which was called least. None if no channel is open.
-
-    If they call another one, all get an `OrderMismatch`.
-    """
-    calls = {
-        module: channels[group].watch.calls
-        for module, channels in list(_channels.items())
-        if group in channels and channels[group].broken is None
-    }
-    return min(calls, key=calls.__getitem__, default=None)
+def is_in_use(group: Known) -> bool:
+    """Return whether this rank has an open channel over a group."""
+    return any(group in mine for mine in list(_channels.values()))
 
 
 def _at_exit() -> None:

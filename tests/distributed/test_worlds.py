@@ -249,7 +249,6 @@ def test_a_store_that_goes_with_its_host_says_so() -> None:
         (kind, text), (later, why) = outcome.value
         assert kind == later == "PeerLost" and "rank 0" in text
         assert "store of the group cannot be reached" in why and f"nobody at tcp://127.0.0.1:{port}" in why
-    assert found[1].value[0] == found[2].value[0]
 
 
 def in_a_child(rank: int, world: int, path: str) -> int:
